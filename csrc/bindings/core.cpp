@@ -34,7 +34,7 @@ SchedulerConfig make_scheduler_config(int32_t num_blocks, int32_t block_size, in
   require(std::ranges::is_sorted(token_buckets), "token_buckets must ascend");
   require(max_samples >= 0 && max_update_words >= 0 && max_result_words >= 0 && mask_words >= 0, "budgets must not be negative");
   require(num_host_blocks >= 0 && (num_host_blocks == 0 || prefix_caching), "a host tier needs prefix_caching");
-  require(hybrid.lanes == 0 || (num_host_blocks > 0 && hybrid.layers >= 1), "host rows need a host tier and layers");
+  require(!hybrid.any() || (num_host_blocks > 0 && hybrid.layers >= 1), "host rows need a host tier and layers");
   require(max_num_batched_tokens >= max_num_seqs + hybrid.lanes, "max_num_batched_tokens must leave room for lanes beside max_num_seqs");
   require(target_itl_ns >= 0 && paced_chunk_size >= 0, "targets and chunks must not be negative");
   require(std::ranges::all_of(target_itl_ns_by_priority, [](const auto& target) { return target.second > 0; }), "targets must be positive");
@@ -163,7 +163,7 @@ class SchedulerHarness {
     if (config.num_host_blocks == 0) return;
     mover_ = std::make_unique<HarnessMover>(config.num_host_blocks);
     scheduler_.move_blocks_with(*mover_);
-    if (config.hybrid.lanes == 0) return;
+    if (!config.hybrid.any()) return;
     attention_ = std::make_unique<HarnessAttention>(config.hybrid.layers, config.max_num_seqs, config.block_size);
     scheduler_.attend_on_host_with(*attention_);
   }
@@ -175,11 +175,11 @@ class SchedulerHarness {
   // (stage, lane, slot, position) of the step that was scheduled last.
   std::vector<std::tuple<int32_t, int32_t, int32_t, int32_t>> lanes() const {
     std::vector<std::tuple<int32_t, int32_t, int32_t, int32_t>> all;
-    const StepPlan& plan = *flight_.back();
-    for (size_t i = 0; i < plan.lanes.size(); ++i) {
+    const HostRowsPlan& plan = flight_.back()->host_rows;
+    for (size_t i = 0; i < plan.entries.size(); ++i) {
       const auto place = static_cast<int32_t>(i);
-      if (plan.lanes[i].slot < 0) continue;
-      all.emplace_back(place / plan.num_lanes, place % plan.num_lanes, plan.lanes[i].slot, plan.lanes[i].position);
+      if (plan.entries[i].slot < 0) continue;
+      all.emplace_back(place / plan.num_lanes, place % plan.num_lanes, plan.entries[i].slot, plan.entries[i].position);
     }
     return all;
   }
@@ -187,11 +187,11 @@ class SchedulerHarness {
   py::list host_rows() const {
     static constexpr std::array kNames{"", "draining", "storing", "ready", "attending", "sampling"};
     py::list all;
-    scheduler_.visit_host_rows([&](const Slot& slot, const Scheduler::HostRow& row, std::span<const int32_t> blocks) {
-      all.append(py::make_tuple(slot.sequence->request->id, slot.sequence->index, slot.sequence->slot,
-                                kNames.at(static_cast<size_t>(row.phase)), row.stage, row.leaves,
-                                std::vector<int32_t>(blocks.begin(), blocks.end())));
-    });
+    for (const HostRowView& view : scheduler_.host_rows()) {
+      const Sequence& sequence = *view.slot->sequence;
+      all.append(py::make_tuple(sequence.request->id, sequence.index, sequence.slot, kNames.at(static_cast<size_t>(view.row.phase)),
+                                view.row.stage, view.row.leaves, std::vector<int32_t>(view.blocks.begin(), view.blocks.end())));
+    }
     return all;
   }
   std::vector<int32_t> host_pins() {
@@ -357,7 +357,7 @@ void bind_core(py::module_& m) {
            py::arg("to_device") = std::pair(0.0, 0.0), py::arg("to_host") = std::pair(0.0, 0.0), py::arg("factors") = std::tuple(1.0, 1.0, 1.0, 1.0))
       .def_property_readonly("known", &StepCosts::known)
       .def("decode_ns", &StepCosts::decode_ns)
-      .def("lanes_ns", &StepCosts::lanes_ns)
+      .def("lanes_ns", &StepCosts::hybrid_ns)
       .def("mixed_ns", &StepCosts::mixed_ns)
       .def("attention_ns", &StepCosts::attention_ns)
       .def("recompute_ns", &StepCosts::recompute_ns)

@@ -53,10 +53,10 @@ OwnedStepLoop make_cuda_loop(const StepLoopConfig& config, const CudaDevice& dev
   const int32_t host_blocks = graphs->host_pool != nullptr ? graphs->host_pool->num_blocks() : 0;
   require(config.scheduler.num_host_blocks == host_blocks, "num_host_blocks must be those of the graphs' host pool");
   const HybridConfig& hybrid = config.scheduler.hybrid;
-  require(hybrid.lanes == 0 || (host_workers != nullptr && host_workers->num_layers() == hybrid.layers),
+  require(!hybrid.any() || (host_workers != nullptr && host_workers->num_layers() == hybrid.layers),
           "host rows need host_workers that attend in as many layers");
   require_buckets(graphs->buckets, 0, StepLoop::limits(config));
-  if (hybrid.lanes > 0) require_buckets(graphs->buckets, hybrid.lanes, StepLoop::limits(config));
+  if (hybrid.any()) require_buckets(graphs->buckets, hybrid.lanes, StepLoop::limits(config));
   GraphExecutor::Graphs all = executor_graphs(device, std::move(graphs), std::move(eager), cuda_stream);
   all.host_attention = std::move(host_workers);
   auto executor = std::make_unique<GraphExecutor>(device.cuda, device.ordinal, std::move(staging), std::move(all),
@@ -131,7 +131,7 @@ OwnedStepLoop make_cpu_loop(const StepLoopConfig& config, py::function forward,
                                                      std::move(regions), CpuSampler::kNeeds | kNeedVector | kNeedMean, std::move(step),
                                                      [probe = std::make_shared<GilProbe>()](int64_t now) { return probe->held_up_ns(now); },
                                                      config.scheduler.num_host_blocks);
-  if (config.scheduler.hybrid.lanes > 0) {
+  if (config.scheduler.hybrid.any()) {
     require(host_rows.has_value(), "lanes need host_rows");
     executor->attend_on_host_with(make_workers(*host_rows, *executor->mover(), config.scheduler.block_size));
   }

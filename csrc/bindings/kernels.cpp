@@ -90,7 +90,7 @@ void bind_step_batch(py::module_& m) {
       .def_readonly("num_tokens", &StepBatch::num_tokens)
       .def_readonly("num_rows", &StepBatch::num_rows)
       .def_readonly("num_samples", &StepBatch::num_samples)
-      .def_readonly("num_lanes", &StepBatch::num_lanes)
+      .def_readonly("num_lanes", &StepBatch::num_host_tokens)
       .def_readonly("needs", &StepBatch::needs)
       .def_property_readonly("input_ids", array_property(&StepBatch::input_ids, &StepBatch::num_tokens))
       .def_property_readonly("positions", array_property(&StepBatch::positions, &StepBatch::num_tokens))

@@ -53,9 +53,9 @@ py::dict step_input_layout() {
   put("header.max_context", WORD(StepInputHeader, max_context));
   put("header.num_heads", WORD(StepInputHeader, num_heads));
   put("header.num_result_words", WORD(StepInputHeader, num_result_words));
-  put("header.num_lanes", WORD(StepInputHeader, num_lanes));
-  put("header.num_lane_stages", WORD(StepInputHeader, num_lane_stages));
-  put("header.num_lane_rows", WORD(StepInputHeader, num_lane_rows));
+  put("header.num_lanes", WORD(StepInputHeader, host_rows.num_lanes));
+  put("header.num_lane_stages", WORD(StepInputHeader, host_rows.num_stages));
+  put("header.num_lane_rows", WORD(StepInputHeader, host_rows.num_rows));
   put("row_words", WORDS(StepInputRow));
   put("row.slot", WORD(StepInputRow, slot));
   put("row.query_start", WORD(StepInputRow, query_start));
@@ -74,10 +74,10 @@ py::dict step_input_layout() {
   put("row.result_words", WORD(StepInputRow, result_words));
   put("flag.from_device", kRowFromDevice);
   put("flag.device_length", kRowDeviceLength);
-  put("flag.lane", kRowLane);
-  put("lane_words", WORDS(LaneEntry));
-  put("lane.slot", WORD(LaneEntry, slot));
-  put("lane.position", WORD(LaneEntry, position));
+  put("flag.lane", kRowOnHost);
+  put("lane_words", WORDS(HostRowEntry));
+  put("lane.slot", WORD(HostRowEntry, slot));
+  put("lane.position", WORD(HostRowEntry, position));
   put("copy_words", WORDS(BlockCopy));
   put("copy.source", WORD(BlockCopy, source));
   put("copy.target", WORD(BlockCopy, target));

@@ -26,7 +26,7 @@ struct SimulatedModelConfig {
   bool read_kv = true;
   // That its graphs serve: argmax has one of its own, and all of these together another.
   Needs needs = kSamplingNeeds;
-  // Of host rows, where the limits have lanes: see SimulatedAttention.
+  // Of host rows, where the limits have some: see SimulatedAttention.
   int host_workers = 2;
   std::function<void(const HostAttentionJob&)> before_attending = {};
 };
@@ -57,7 +57,7 @@ class SimulatedModel {
   void gather(const HostPool& pool, int transfer);
   void step();
   void forward(const StepInputView& input, const StepBatch& batch);
-  void pass_lanes(const StepInputView& input, const StepBatch& batch);
+  void pass_host_rows(const StepInputView& input, const StepBatch& batch);
   void sample(const StepInputRow& row, const StepBatch& batch, uint64_t step);
   void propose(const StepInputRow& row, const SamplingState& sampling);
 

@@ -61,14 +61,14 @@ StepLoop::StepLoop(const StepLoopConfig& config, std::unique_ptr<Executor> execu
       ring_(static_cast<size_t>(config.steps_in_flight)),
       watch_(config.scheduler.num_blocks) {
   assert(executor_->num_staging() >= config.steps_in_flight);
-  for (InFlightStep& step : ring_) step.plan.reserve(scheduler_.limits().max_rows, scheduler_.limits().lane_entries());
+  for (InFlightStep& step : ring_) step.plan.reserve(scheduler_.limits().max_rows, scheduler_.limits().host_rows.num_entries());
   scheduler_.observe(&registry_);
   scheduler_.write_masks_to(executor_->masks());
   if (config.scheduler.num_host_blocks > 0) {
     disk_ = make_disk(config, *executor_->mover(), notifier_);
     scheduler_.move_blocks_with(*executor_->mover(), disk_.get());
   }
-  if (config.scheduler.hybrid.lanes > 0) scheduler_.attend_on_host_with(*executor_->host_attention());
+  if (config.scheduler.hybrid.any()) scheduler_.attend_on_host_with(*executor_->host_attention());
   executor_->attach(notifier_);
   publish_stats();
 }
@@ -266,7 +266,7 @@ void StepLoop::publish_stats() {
   stats.decode_cost_ppm = static_cast<int64_t>(1e6 * factors.decode);
   stats.rest_cost_ppm = static_cast<int64_t>(1e6 * factors.rest);
   stats.attention_cost_ppm = static_cast<int64_t>(1e6 * factors.attention);
-  stats.lanes_cost_ppm = static_cast<int64_t>(1e6 * factors.lanes);
+  stats.hybrid_cost_ppm = static_cast<int64_t>(1e6 * factors.hybrid);
   stats_.store(stats);
   quiescent_.store(none_in_flight() && scheduler_.idle(), std::memory_order_release);
 }

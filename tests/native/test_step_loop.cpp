@@ -313,8 +313,8 @@ TEST(a_step_with_lanes_takes_the_first_bucket_that_has_them_and_fits) {
     StepInputHeader header{};
     header.num_rows = rows;
     header.num_tokens = tokens;
-    header.num_lanes = lanes;
-    header.num_lane_rows = lane_rows;
+    header.host_rows.num_lanes = lanes;
+    header.host_rows.num_rows = lane_rows;
     std::memcpy(executor.staging(0).data(), &header, sizeof(header));
     return executor.kind(0);
   };

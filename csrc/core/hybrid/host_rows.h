@@ -21,14 +21,52 @@
 #pragma once
 
 #include <chrono>
+#include <cstddef>
 #include <cstdint>
+#include <vector>
 
 namespace asyncengine {
 
-// A lane at a stage. The step's table is [stages][lanes].
-struct LaneEntry {
+// The host row in a lane at a stage. A step's table of them is [stages][lanes].
+struct HostRowEntry {
   int32_t slot = -1;  // -1: the lane is empty here
   int32_t position = 0;  // of the row's token
+};
+
+// Their part of a StepInput's header.
+struct HostRowsHeader {
+  int32_t num_lanes;   // 0: the step has none
+  int32_t num_stages;
+  int32_t num_rows;    // of the step's rows, the last so many: host rows that end a token
+
+  // Of the step, behind those of its rows.
+  int32_t num_tokens() const { return num_lanes; }
+  int32_t num_entries() const { return num_lanes * num_stages; }
+};
+
+// Their part of a plan.
+struct HostRowsPlan {
+  std::vector<HostRowEntry> entries;  // [stages][lanes]; empty where the step has none
+  int32_t num_lanes = 0;
+  int32_t num_rows = 0;  // of the plan's rows, the last so many
+
+  bool any() const { return num_lanes > 0; }
+  int32_t num_tokens() const { return num_lanes; }
+  HostRowsHeader header() const {
+    return {num_lanes, num_lanes > 0 ? static_cast<int32_t>(entries.size()) / num_lanes : 0, num_rows};
+  }
+  void clear() {
+    entries.clear();
+    num_lanes = num_rows = 0;
+  }
+};
+
+// The most of them in a step.
+struct HostRowsLimits {
+  int32_t max_lanes = 0;  // 0: there are none
+  int32_t num_stages = 0;
+
+  size_t num_entries() const { return static_cast<size_t>(max_lanes) * static_cast<size_t>(num_stages); }
 };
 
 // Attention of one row in one layer.

@@ -23,6 +23,18 @@ HostTier::HostTier(const Config& config, BlockManager& blocks, BlockMover& mover
   store_.moves.reserve(static_cast<size_t>(config.max_blocks));
 }
 
+void HostTier::report(Stats& stats) const {
+  stats.num_host_blocks = blocks_.num_host_blocks();
+  stats.host_cached_blocks = blocks_.num_host_cached();
+  stats.blocks_to_host = copied_out_;
+  stats.blocks_from_host = copied_in_;
+  stats.failed_transfers = failed_transfers_;
+  if (disk_ == nullptr) return;
+  stats.blocks_to_disk = disk_->written();
+  stats.blocks_from_disk = disk_->read_blocks();
+  stats.failed_disk_transfers = disk_->failed();
+}
+
 HostTier::Loading HostTier::load(Sequence& sequence, std::span<const int32_t> chain) {
   const int32_t device_blocks = blocks_.num_blocks();
   const auto on_host = [&](int32_t id) { return id >= device_blocks; };

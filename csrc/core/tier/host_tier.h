@@ -14,6 +14,7 @@
 #include "core/tier/block_mover.h"
 #include "core/tier/disk_tier.h"
 #include "core/sequence.h"
+#include "core/stats.h"
 
 namespace asyncengine {
 
@@ -107,8 +108,7 @@ class HostTier {
   }
 
   int64_t copied_out() const { return copied_out_; }
-  int64_t copied_in() const { return copied_in_; }
-  int64_t failed_transfers() const { return failed_transfers_; }
+  void report(Stats& stats) const;
   // Sequences that wait for blocks.
   int32_t num_loading() const { return num_loads_ + (disk_ != nullptr ? disk_->num_reads() : 0); }
 

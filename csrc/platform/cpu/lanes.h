@@ -28,9 +28,9 @@ class CpuLanes {
   void exchange(StepBatch& batch, int32_t layer, const std::byte* heads, std::byte* x, std::byte* residual) {
     const HostShape& shape = exchange_->shape();
     const size_t heads_bytes = shape.heads() * static_cast<size_t>(shape.head_dim) * static_cast<size_t>(dtype_size(shape.dtype));
-    const auto lanes = static_cast<size_t>(batch.num_lanes), first = static_cast<size_t>(batch.num_tokens) - lanes;
-    const auto leaving = batch.lanes.subspan(static_cast<size_t>(layer) * lanes, lanes);
-    const auto entering = batch.lanes.subspan(static_cast<size_t>(layer + 1) * lanes, lanes);
+    const auto lanes = static_cast<size_t>(batch.num_host_tokens), first = static_cast<size_t>(batch.num_tokens) - lanes;
+    const auto leaving = batch.host_rows.subspan(static_cast<size_t>(layer) * lanes, lanes);
+    const auto entering = batch.host_rows.subspan(static_cast<size_t>(layer + 1) * lanes, lanes);
     for (size_t lane = 0; lane < lanes; ++lane) {
       const size_t token = first + lane;
       std::byte* of_token = residual + token * residual_bytes_;
