@@ -1,8 +1,9 @@
 // The body of a file that provides one instruction set. It defines ASYNCENGINE_VECTOR_BYTES before including this.
 #include "platform/cpu/vec.inl"
 
-#include "platform/cpu/attention.inl"
 #include "platform/cpu/units.inl"
+
+#include "platform/cpu/attention.inl"
 #include "platform/cpu/linear.inl"
 #include "platform/cpu/rows.inl"
 #include "platform/cpu/sampling.inl"
