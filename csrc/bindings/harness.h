@@ -101,7 +101,10 @@ class HarnessAttention final : public HostAttention {
 class SchedulerHarness {
  public:
   SchedulerHarness(const SchedulerConfig& config, int steps_in_flight)
-      : block_size_(config.block_size), scheduler_(config), outbox_(1024), staging_(scheduler_.limits().max_bytes()),
+      : block_size_(config.block_size),
+        scheduler_(config),
+        outbox_(1024),
+        staging_(scheduler_.limits().max_bytes()),
         records_(static_cast<size_t>(scheduler_.limits().max_result_words)) {
     for (int i = 0; i < steps_in_flight; ++i) spare_.push_back(std::make_unique<StepPlan>());
     if (config.num_host_blocks == 0) return;
@@ -207,8 +210,8 @@ class SchedulerHarness {
     py::list rows, copies;
     for (const PlanRow& row : plan.rows) {
       const auto blocks = scheduler_.tables().blocks(row.slot);
-      rows.append(py::make_tuple(row.sequence->request->id, row.sequence->index, row.query_len, row.context_len, row.num_appends > 0,
-                                 row.from_device, std::vector<int32_t>(blocks.begin(), blocks.end())));
+      rows.append(py::make_tuple(row.sequence->request->id, row.sequence->index, row.query_len, row.context_len,
+                                 row.num_appends > 0, row.from_device, std::vector<int32_t>(blocks.begin(), blocks.end())));
     }
     for (const BlockCopy& copy : plan.copies) copies.append(py::make_tuple(copy.source, copy.target));
     packed_ = pack_step(plan, scheduler_.tables(), staging_);

@@ -96,8 +96,7 @@ Sequence* Admission::fork_source(const Sequence& sequence, const StepPlan& plan)
   Sequence& first = sequence.request->sequences[0];
   const bool usable = &first != &sequence && first.state == SequenceState::kRunning && roster_.slot_of(first).on_device &&
                       first.first_sample_step < plan.step &&  // copies run before this step's own writes
-                      sequence.tokens.size() == sequence.request->prompt_len &&
-                      sequence.request->prompt_len > 1;
+                      sequence.tokens.size() == sequence.request->prompt_len && sequence.request->prompt_len > 1;
   return usable ? &first : nullptr;
 }
 
@@ -151,8 +150,7 @@ bool Admission::load_from_host(Sequence& sequence, int32_t whole) {
   }
   if (here == found || !copying_pays(found - here, here) || deferred_.size() == deferred_.capacity()) return false;
   switch (roster_.tier()->load(sequence, chain)) {
-    case HostTier::Loading::kNothing:
-      return false;
+    case HostTier::Loading::kNothing: return false;
     case HostTier::Loading::kLater:
       roster_.dequeue(sequence);
       deferred_.push_back(&sequence);

@@ -26,9 +26,17 @@ class Cursor {
 
 SlotUpdate slot_update(const Sequence& sequence, size_t entries) {
   const SamplingState& s = sequence.sampling;
-  SlotUpdate update{sequence.slot, s.temperature, s.top_p, s.min_p, s.top_k,
-                    static_cast<uint32_t>(s.seed), static_cast<uint32_t>(s.seed >> 32), sequence.needs, {},
-                    static_cast<int32_t>(entries), sequence.update_words()};
+  SlotUpdate update{sequence.slot,
+                    s.temperature,
+                    s.top_p,
+                    s.min_p,
+                    s.top_k,
+                    static_cast<uint32_t>(s.seed),
+                    static_cast<uint32_t>(s.seed >> 32),
+                    sequence.needs,
+                    {},
+                    static_cast<int32_t>(entries),
+                    sequence.update_words()};
   for (int i = 0; i < Sequence::kInlineStops; ++i) update.stops[i] = i < sequence.num_stops ? sequence.stops[i] : -1;
   return update;
 }
@@ -79,10 +87,22 @@ size_t pack_step(const StepPlan& plan, BlockTables& tables, std::span<std::byte>
     }
     const bool fills = filled != plan.filled_slots.end() && *filled == row.slot;  // filled_slots is in row order
     const int32_t first = tables.dirty_begin(row.slot), dirty = std::max(0, tables.length(row.slot) - first);
-    *rows++ = {row.slot, row.host_place >= 0 ? row.host_place : query_start, row.query_len, row.context_len, row_flags(row),
-               prompt_start, row.num_samples > 0 ? sample_row : -1, fills ? num_updates : -1, first, dirty, offset,
-               row.num_samples, row.num_appends, row.result_offset,
-               row.extras ? row.sequence->request->extras.result_words : 0, 0};
+    *rows++ = {row.slot,
+               row.host_place >= 0 ? row.host_place : query_start,
+               row.query_len,
+               row.context_len,
+               row_flags(row),
+               prompt_start,
+               row.num_samples > 0 ? sample_row : -1,
+               fills ? num_updates : -1,
+               first,
+               dirty,
+               offset,
+               row.num_samples,
+               row.num_appends,
+               row.result_offset,
+               row.extras ? row.sequence->request->extras.result_words : 0,
+               0};
     if (row.host_place < 0) {
       query_start += row.query_len;
       max_context = std::max(max_context, row.context_len);
@@ -106,11 +126,23 @@ size_t pack_step(const StepPlan& plan, BlockTables& tables, std::span<std::byte>
   }
   assert(offset == plan.num_delta_blocks && filled == plan.filled_slots.end());
 
-  *header = {StepInputView::kMagic, static_cast<uint32_t>(cursor.used() / sizeof(int32_t)), plan.step,
-             static_cast<int32_t>(plan.rows.size()), plan.num_decode_rows, plan.num_tokens, sample_row,
-             num_prompt_ids, static_cast<int32_t>(plan.copies.size()), num_updates, plan.num_delta_blocks,
-             plan.needs, max_context, sample_row - plan.num_scored, plan.num_result_words,
-             plan.host_rows.header(), 0};
+  *header = {StepInputView::kMagic,
+             static_cast<uint32_t>(cursor.used() / sizeof(int32_t)),
+             plan.step,
+             static_cast<int32_t>(plan.rows.size()),
+             plan.num_decode_rows,
+             plan.num_tokens,
+             sample_row,
+             num_prompt_ids,
+             static_cast<int32_t>(plan.copies.size()),
+             num_updates,
+             plan.num_delta_blocks,
+             plan.needs,
+             max_context,
+             sample_row - plan.num_scored,
+             plan.num_result_words,
+             plan.host_rows.header(),
+             0};
   return cursor.used();
 }
 

@@ -22,10 +22,9 @@ bool Extras::can_fit(const RequestSpec& spec) const {
   const auto prompt_len = static_cast<int64_t>(spec.prompt.size());
   const int64_t history = extras.history ? 1 + prompt_len + spec.max_tokens : 0;
   const bool scores = extras.score_from >= 0;
-  return static_cast<int64_t>(extras.entries.size()) + history <= limits_.max_update_words &&
-         extras.result_words >= 0 && int64_t{extras.result_words} * extras.tokens_per_step <= limits_.max_result_words &&
-         extras.tokens_per_step >= 1 && extras.tokens_per_step <= max_step_tokens_ &&
-         (extras.masks.empty() || masks_fit(spec, limits_.mask_words)) &&
+  return static_cast<int64_t>(extras.entries.size()) + history <= limits_.max_update_words && extras.result_words >= 0 &&
+         int64_t{extras.result_words} * extras.tokens_per_step <= limits_.max_result_words && extras.tokens_per_step >= 1 &&
+         extras.tokens_per_step <= max_step_tokens_ && (extras.masks.empty() || masks_fit(spec, limits_.mask_words)) &&
          (!scores || (extras.score_from < prompt_len && limits_.max_samples > limits_.max_rows));
 }
 
@@ -71,8 +70,8 @@ void Extras::add(Slot& slot, PlanRow& row, StepPlan& plan) const {
   plan.num_result_words += row.num_samples * slot.sequence->request->extras.result_words;
 }
 
-void Extras::take_samples(const PlanRow& row, Slot& slot, uint64_t step, const int32_t* tokens, const int32_t* records, Outbox& outbox,
-                          int64_t now_ns) {
+void Extras::take_samples(const PlanRow& row, Slot& slot, uint64_t step, const int32_t* tokens, const int32_t* records,
+                          Outbox& outbox, int64_t now_ns) {
   Sequence& sequence = *slot.sequence;
   if (step <= sequence.frozen_until) return;
   const int32_t first = row.num_samples - row.num_appends;

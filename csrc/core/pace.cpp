@@ -67,7 +67,8 @@ int64_t Pace::predict(int32_t chunk, int64_t context_len, const StepPlan& plan) 
   const auto bucket = std::ranges::lower_bound(token_buckets_, tokens);
   if (bucket != token_buckets_.end()) tokens = *bucket;
   const double chunk_ns = chunk == 0 ? 0 : costs_.attention_ns(chunk, context_len);
-  return costs_.mixed_ns(tokens, plan.num_decode_rows, plan.decode_attended, plan.chunks_ns + chunk_ns) + static_cast<int64_t>(exchange_ns);
+  return costs_.mixed_ns(tokens, plan.num_decode_rows, plan.decode_attended, plan.chunks_ns + chunk_ns) +
+         static_cast<int64_t>(exchange_ns);
 }
 
 void Pace::took(const StepPlan& plan, int64_t ns) {

@@ -20,9 +20,7 @@ bool Preemption::make_room(const Slot& slot, int32_t num_blocks, const StepPlan&
   }
   for (size_t i = roster_.running().size(); roster_.blocks().num_free() < num_blocks; --i) {
     if (!lacks(num_blocks)) return false;  // they are on their way
-    const auto stays = [&](const Slot& other) {
-      return other.state != SequenceState::kRunning || planned(other, plan);
-    };
+    const auto stays = [&](const Slot& other) { return other.state != SequenceState::kRunning || planned(other, plan); };
     while (i > 0 && stays(*roster_.running()[i - 1])) --i;
     if (i == 0 || !runs_before(&sequence, roster_.running()[i - 1]->sequence)) {
       if (shared && short_of_ == 0) std::tie(short_of_, short_priority_) = std::pair(num_blocks, sequence.request->priority);
@@ -42,7 +40,8 @@ void Preemption::share_out(const StepPlan& plan) {
   if (roster_.waiting().any_above()) share_slots();
   if (const int32_t missing = std::exchange(short_of_, 0); missing > 0) take_excess(short_priority_, missing, plan);
   const Roster::Blocked& blocked = roster_.blocked();
-  if (!roster_.waiting().empty() && blocked.sequence == &roster_.waiting().front() && blocked.sequence->request->tenant != nullptr) {
+  if (!roster_.waiting().empty() && blocked.sequence == &roster_.waiting().front() &&
+      blocked.sequence->request->tenant != nullptr) {
     if (!over_share(*blocked.sequence, plan)) take_excess(blocked.sequence->request->priority, blocked.needs, plan);
   }
   roster_.compact();
@@ -66,7 +65,8 @@ void Preemption::share_slots() {
 
 // What each tenant's running sequences hold, and which of them are beyond its share.
 void Preemption::measure_blocks(const StepPlan& plan) {
-  if (std::exchange(measured_changes_, roster_.changes()) == roster_.changes() && plan.step - measured_step_ < kMeasureEvery) return;
+  if (std::exchange(measured_changes_, roster_.changes()) == roster_.changes() && plan.step - measured_step_ < kMeasureEvery)
+    return;
   measured_step_ = plan.step;
   for (const Slot* slot : roster_.running()) {
     if (Tenant* tenant = slot->sequence->request->tenant) tenant->blocks = 0;
@@ -76,7 +76,8 @@ void Preemption::measure_blocks(const StepPlan& plan) {
     Tenant* tenant = slot->sequence->request->tenant;
     if (tenant == nullptr || slot->state != SequenceState::kRunning) continue;
     const bool first = tenant->blocks == 0;
-    for (const int32_t block : roster_.tables().blocks(roster_.index(*slot))) tenant->blocks += Tenant::kBlock / roster_.blocks().ref_count(block);
+    for (const int32_t block : roster_.tables().blocks(roster_.index(*slot)))
+      tenant->blocks += Tenant::kBlock / roster_.blocks().ref_count(block);
     beyond_share(*slot) = !first && tenant->blocks > share;
   }
 }

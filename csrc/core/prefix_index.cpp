@@ -41,9 +41,7 @@ uint64_t PrefixIndex::hash(Chain parent, const int32_t* tokens) const {
   return fold_multiply(a ^ std::rotl(b, 32), kMultiplier);
 }
 
-int32_t PrefixIndex::find(Chain parent, const int32_t* tokens) const {
-  return find(parent, tokens, hash(parent, tokens));
-}
+int32_t PrefixIndex::find(Chain parent, const int32_t* tokens) const { return find(parent, tokens, hash(parent, tokens)); }
 
 int32_t PrefixIndex::find(Chain parent, const int32_t* tokens, uint64_t h) const {
   const size_t mask = cells_.size() - 1;

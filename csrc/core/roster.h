@@ -67,8 +67,8 @@ class Roster {
   bool on_host(int32_t slot) const { return placement_ != nullptr && placement_->on_host(slot); }
   // Blocks of the sequence may still be read or written.
   bool in_flight(const Sequence& sequence) const {
-    return sequence.loading ||
-           (sequence.slot >= 0 && (slot_of(sequence).in_flight > 0 || (placement_ != nullptr && placement_->in_use(sequence.slot))));
+    return sequence.loading || (sequence.slot >= 0 &&
+                                (slot_of(sequence).in_flight > 0 || (placement_ != nullptr && placement_->in_use(sequence.slot))));
   }
   PublishedBlocks published(const Slot& slot) const { return {blocks_, tables_, index(slot)}; }
   // Blocks that sequences are about to give back: nobody need be preempted for these.

@@ -62,8 +62,8 @@ struct SchedulerConfig {
     return 2 * max_num_seqs + max_num_batched_tokens / block_size + std::max(max_blocks_per_sequence(), kDeltaBlocksForPrefixes);
   }
   StepLimits limits() const {
-    return {max_num_seqs, max_num_batched_tokens, max_delta_blocks(), max_samples, max_update_words, max_result_words, mask_words,
-            hybrid.limits()};
+    return {max_num_seqs,     max_num_batched_tokens, max_delta_blocks(), max_samples,
+            max_update_words, max_result_words,       mask_words,         hybrid.limits()};
   }
 };
 

@@ -22,7 +22,7 @@ struct PlanRow {
   // A decode row of one token that samples one and appends it, without extras and on the device, where the executor knows all of its
   // block table: most rows of most steps. The planner, the packer and the commit have a short loop for these.
   bool plain : 1 = false;
-  int8_t host_place = -1;    // among the step's tokens of host rows, of a host row that ends a token: kRowOnHost
+  int8_t host_place = -1;  // among the step's tokens of host rows, of a host row that ends a token: kRowOnHost
 
   // It was launched behind a row that found no mask: what it wrote is of a token that there never was.
   bool came_to_nothing(uint64_t step) const { return extras && step <= sequence->frozen_until; }
@@ -36,23 +36,23 @@ struct BlockCopy {
 // Reused from step to step; its vectors are reserved once.
 struct StepPlan {
   uint64_t step = 0;
-  std::vector<PlanRow> rows;          // decode rows first
-  std::vector<BlockCopy> copies;      // run, in any order, before the forward pass reads or writes any KV
+  std::vector<PlanRow> rows;  // decode rows first
+  std::vector<BlockCopy> copies;  // run, in any order, before the forward pass reads or writes any KV
   std::vector<int32_t> filled_slots;  // slots whose sampling state the executor needs
-  std::vector<int32_t> full_rows;     // rows, as indices, that may complete a block
-  std::vector<int32_t> held_blocks;   // replaced by copies: kept from reuse until the step has retired
+  std::vector<int32_t> full_rows;  // rows, as indices, that may complete a block
+  std::vector<int32_t> held_blocks;  // replaced by copies: kept from reuse until the step has retired
   int32_t num_tokens = 0;
   int32_t num_decode_rows = 0;
   int32_t num_samples = 0;
-  int32_t num_scored = 0;             // samples that may not append a token
+  int32_t num_scored = 0;  // samples that may not append a token
   int32_t num_result_words = 0;
   int32_t num_update_words = 0;
-  Needs needs = 0;                    // of the sampled rows, and of those with entries
-  int32_t num_delta_blocks = 0;       // block-table entries of its rows that the executor has not seen
-  int64_t attended = 0;               // pairs of a token and one that it may attend to, or a few more
-  int64_t decode_attended = 0;        // those of decode rows
-  double chunks_ns = 0;               // where costs are known: what attention of chunks takes
-  int64_t predicted_ns = 0;           // and all of the step
+  Needs needs = 0;  // of the sampled rows, and of those with entries
+  int32_t num_delta_blocks = 0;  // block-table entries of its rows that the executor has not seen
+  int64_t attended = 0;  // pairs of a token and one that it may attend to, or a few more
+  int64_t decode_attended = 0;  // those of decode rows
+  double chunks_ns = 0;  // where costs are known: what attention of chunks takes
+  int64_t predicted_ns = 0;  // and all of the step
   HostRowsPlan host_rows;
 
   bool empty() const { return rows.empty() && host_rows.entries.empty(); }

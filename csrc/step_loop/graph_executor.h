@@ -12,8 +12,8 @@
 #include <vector>
 
 #include "platform/cuda/cuda_runtime.h"
-#include "step_loop/graph_mover.h"
 #include "step_loop/executor.h"
+#include "step_loop/graph_mover.h"
 #include "step_loop/launch_thread.h"
 #include "step_loop/staging.h"
 

@@ -76,9 +76,7 @@ int64_t LateLaunch::foresee_news() const {
   return std::max(oldest_from_ns_, oldest.launched_ns) + duration - duration / 16;
 }
 
-nanoseconds LateLaunch::until_due(int64_t now) const {
-  return held_ ? nanoseconds(hold_.due_ns - now) : nanoseconds::max();
-}
+nanoseconds LateLaunch::until_due(int64_t now) const { return held_ ? nanoseconds(hold_.due_ns - now) : nanoseconds::max(); }
 
 nanoseconds LateLaunch::until_news(int64_t now) const {
   // What takes long past that is looked at less and less: half a percent of what it takes is how late that may be.

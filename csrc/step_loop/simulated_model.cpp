@@ -48,9 +48,10 @@ std::unique_ptr<GraphExecutor> SimulatedModel::make_executor(int steps_in_flight
   GraphExecutor::Graphs graphs;
   for (int32_t lanes = 0; lanes <= limits_.host_rows.max_lanes; lanes += std::max(1, limits_.host_rows.max_lanes)) {
     for (const int32_t share : {16, 4, 1}) {
-      GraphBucket bucket{std::max(1, limits_.max_rows / share), std::max(1, limits_.max_tokens / share), false, kAnyContext, {}, lanes};
-      const CudaGraphExec graph =
-          device_.add_graph([this] { step(); }, config_.step_latency + config_.token_latency * bucket.max_tokens);
+      GraphBucket bucket{
+          std::max(1, limits_.max_rows / share), std::max(1, limits_.max_tokens / share), false, kAnyContext, {}, lanes};
+      const CudaGraphExec graph = device_.add_graph([this] { step(); },
+                                                    config_.step_latency + config_.token_latency * bucket.max_tokens);
       bucket.variants = {{0, graph}, {config_.needs, graph}};
       graphs.buckets.push_back(bucket);
     }
@@ -70,8 +71,8 @@ std::unique_ptr<GraphMover> SimulatedModel::make_mover(int32_t num_host_blocks) 
   gathered_ = allocate_device(cuda, BlockMover::kTransfers * kMoves * bytes);
   pool->set_gathered(gathered_.data());
   if (limits_.host_rows.max_lanes > 0) {
-    const SimulatedAttention::Config attention{limits_.host_rows.num_stages - 1, limits_.max_rows, block_size_, config_.host_workers,
-                                               config_.before_attending};
+    const SimulatedAttention::Config attention{limits_.host_rows.num_stages - 1, limits_.max_rows, block_size_,
+                                               config_.host_workers, config_.before_attending};
     attention_ = std::make_shared<SimulatedAttention>(attention, pool);
   }
   GraphMover::Graphs graphs;

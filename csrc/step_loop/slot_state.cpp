@@ -33,8 +33,7 @@ StepBatch& SlotState::ingest(const StepInputView& input, std::span<int32_t> reco
   StepBatch& b = batch_;
   b.entries.clear();
   for (const SlotUpdate& u : input.slot_updates()) {
-    sampling_[static_cast<size_t>(u.slot)] = {u.temperature, u.top_p, u.min_p, u.top_k,
-                                              uint64_t{u.seed_high} << 32 | u.seed_low};
+    sampling_[static_cast<size_t>(u.slot)] = {u.temperature, u.top_p, u.min_p, u.top_k, uint64_t{u.seed_high} << 32 | u.seed_low};
     needs_[static_cast<size_t>(u.slot)] = u.needs;
     if (u.entry_words > 0) b.entries.push_back({u.slot, input.entries(u)});
   }
@@ -119,8 +118,9 @@ void SlotState::add_samples(const StepInputView& input, const StepInputRow& row,
     b.samples.push_back({
         .position = context + row.query_len - back + 1,
         .state = &sampling_[slot],
-        .records = records.empty() ? records : records.subspan(
-            static_cast<size_t>(row.result_offset + i * row.result_words), static_cast<size_t>(row.result_words)),
+        .records = records.empty() ? records
+                                   : records.subspan(static_cast<size_t>(row.result_offset + i * row.result_words),
+                                                     static_cast<size_t>(row.result_words)),
         .slot = row.slot,
         .needs = needs_[slot],
         .mask = (needs_[slot] & kNeedMask) != 0 ? masks_.row(row.slot) : nullptr,

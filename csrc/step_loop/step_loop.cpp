@@ -38,8 +38,12 @@ std::unique_ptr<DiskBlocks> make_disk(const StepLoopConfig& config, const BlockM
 
 RegistryConfig registry_config(const StepLoopConfig& config, Needs needs) {
   const SchedulerConfig& s = config.scheduler;
-  return {std::min(int64_t{s.max_model_len}, int64_t{s.num_blocks} * s.block_size), s.block_size, needs,
-          config.max_queued_requests, config.max_queued_tokens, config.priority_ageing};
+  return {std::min(int64_t{s.max_model_len}, int64_t{s.num_blocks} * s.block_size),
+          s.block_size,
+          needs,
+          config.max_queued_requests,
+          config.max_queued_tokens,
+          config.priority_ageing};
 }
 
 }  // namespace
@@ -155,11 +159,8 @@ bool StepLoop::retire_oldest(int64_t now) {
   const auto i = static_cast<int>(oldest_step_ % ring_.size());
   InFlightStep& step = ring_[static_cast<size_t>(i)];
   switch (executor_->poll(i)) {
-    case StepStatus::kFailed:
-      life_.fail(executor_->error());
-      return true;
-    case StepStatus::kStepFailed:
-      return fail_oldest(step, now);
+    case StepStatus::kFailed: life_.fail(executor_->error()); return true;
+    case StepStatus::kStepFailed: return fail_oldest(step, now);
     case StepStatus::kPending:
       if (limit_.over(now, *executor_)) {
         life_.fail("step " + std::to_string(step.plan.step) + " did not finish within " +
@@ -168,8 +169,7 @@ bool StepLoop::retire_oldest(int64_t now) {
       }
       late_launch_.pending(now);
       return false;
-    case StepStatus::kReady:
-      break;
+    case StepStatus::kReady: break;
   }
   late_launch_.ended(limit_.since(), now);
   scheduler_.took(step.plan, limit_.took(now));

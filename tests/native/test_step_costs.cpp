@@ -11,9 +11,7 @@ namespace {
 using namespace asyncengine;
 using namespace asyncengine::testing;
 
-StepCosts some_costs() {
-  return StepCosts({{1, 100, 1}, {4, 130, 2}}, {{16, 1000, 1}, {64, 2000, 5}}, {10, 0.5}, {20, 0.25}, {});
-}
+StepCosts some_costs() { return StepCosts({{1, 100, 1}, {4, 130, 2}}, {{16, 1000, 1}, {64, 2000, 5}}, {10, 0.5}, {20, 0.25}, {}); }
 
 // A token takes 10 us, whatever else there is.
 StepCosts by_tokens(double context_ns = 0) {

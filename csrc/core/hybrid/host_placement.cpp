@@ -28,7 +28,8 @@ HybridConfig::Gain HybridConfig::gain(const StepCosts& costs, double attending_n
   return {tokens * steps_per_token, (rows + made) / rows * alone / together - 1};
 }
 
-HostPlacement::HostPlacement(const SchedulerConfig& config, Roster& roster, const Pace& pace, Extras& extras, HostAttention& attention)
+HostPlacement::HostPlacement(const SchedulerConfig& config, Roster& roster, const Pace& pace, Extras& extras,
+                             HostAttention& attention)
     : config_(config.hybrid),
       block_size_(config.block_size),
       roster_(roster),
@@ -123,7 +124,7 @@ void HostPlacement::fill_lanes(StepPlan& plan) {
     for (size_t lane = 0; lane < static_cast<size_t>(lanes_used_[stage]); ++lane) {
       const HostRowEntry& entry = plan.host_rows.entries[stage * lanes + lane];
       attention_.post({entry.slot, static_cast<int32_t>(stage), static_cast<uint32_t>(plan.step), entry.position,
-                        tables_.blocks(entry.slot).data()});
+                       tables_.blocks(entry.slot).data()});
     }
   }
 }
@@ -154,8 +155,8 @@ bool HostPlacement::enter_lane(Slot& slot, StepPlan& plan) {
 }
 
 void HostPlacement::add_row(Slot& slot, int32_t lane, StepPlan& plan) {
-  PlanRow& planned = plan.rows.emplace_back(slot.sequence, roster_.index(slot), 1, slot.computed, 1, 0, 1, true, bool{slot.extras}, /*plain=*/false,
-                                            static_cast<int8_t>(lane));
+  PlanRow& planned = plan.rows.emplace_back(slot.sequence, roster_.index(slot), 1, slot.computed, 1, 0, 1, true, bool{slot.extras},
+                                            /*plain=*/false, static_cast<int8_t>(lane));
   ++plan.host_rows.num_rows;
   ++slot.computed;
   ++slot.pending;
@@ -204,8 +205,9 @@ void HostPlacement::note_tokens(size_t first_event, Outbox& outbox) {
 void HostPlacement::place_sequences(const StepPlan& plan) {
   if (!hosted_.empty()) move_back();
   const auto drains = [&](int32_t slot) { return host_row(slot).phase == Phase::kDraining; };
-  if (roster_.blocked().sequence == nullptr || roster_.num_free_slots() == 0 || roster_.blocks_coming() > 0 || backoff_.paused(awake_ns_) ||
-      std::ranges::any_of(hosted_, [&](int32_t slot) { return drains(slot) || hangs(slot); }) || !pays(plan)) {
+  if (roster_.blocked().sequence == nullptr || roster_.num_free_slots() == 0 || roster_.blocks_coming() > 0 ||
+      backoff_.paused(awake_ns_) || std::ranges::any_of(hosted_, [&](int32_t slot) { return drains(slot) || hangs(slot); }) ||
+      !pays(plan)) {
     return;
   }
   int32_t promised = 0;
@@ -269,7 +271,8 @@ void HostPlacement::move_back() {
   }
   if (first == nullptr) return;
   // As much again is left free for those that run: it shall not be preempted at once.
-  const int32_t wanted = blocks_.blocks_for(first->total()) + static_cast<int32_t>(roster_.running().size()) + blocks_.num_blocks() / 16;
+  const int32_t wanted = blocks_.blocks_for(first->total()) + static_cast<int32_t>(roster_.running().size()) +
+                         blocks_.num_blocks() / 16;
   if (blocks_.num_free() > wanted) host_row(roster_.index(*first)).leaves = true;
 }
 
@@ -315,7 +318,8 @@ bool HostPlacement::advance(Slot& slot, Outbox& outbox, int64_t now_ns) {
     return true;
   }
   // The worker may write to the blocks of the sequence for ever: they come back when it ends.
-  outbox.filling().step_error += "attention on the host did not finish within " + std::to_string(config_.job_timeout_ns / 1'000'000) + " ms\n";
+  outbox.filling().step_error += "attention on the host did not finish within " +
+                                 std::to_string(config_.job_timeout_ns / 1'000'000) + " ms\n";
   roster_.fail(sequence, FinishReason::kStepFailed, outbox, now_ns);
   return true;
 }

@@ -7,10 +7,10 @@
 #include <utility>
 #include <vector>
 
-#include "core/tier/block_disk.h"
 #include "core/block_manager.h"
-#include "core/tier/block_mover.h"
 #include "core/sequence.h"
+#include "core/tier/block_disk.h"
+#include "core/tier/block_mover.h"
 
 namespace asyncengine {
 

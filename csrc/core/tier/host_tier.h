@@ -11,10 +11,10 @@
 
 #include "core/backoff.h"
 #include "core/block_manager.h"
-#include "core/tier/block_mover.h"
-#include "core/tier/disk_tier.h"
 #include "core/sequence.h"
 #include "core/stats.h"
+#include "core/tier/block_mover.h"
+#include "core/tier/disk_tier.h"
 
 namespace asyncengine {
 

@@ -31,11 +31,11 @@ AE_INLINE int64_t max64(int64_t a, int64_t b) { return a > b ? a : b; }
 
 struct AttentionScratch {
   int64_t padded_dim;  // head_dim rounded up to whole vectors
-  float* q;            // [rows][padded_dim], scaled
-  float* weights;      // [rows][kPartitionKeys]: scores, then e^(score - maximum)
-  float* values;       // [rows][padded_dim]: weighted sums of the partition
-  float* state;        // [rows][attention_partial_floats]: folded so far
-  float* widened;      // [kWidenedKeys][padded_dim]: keys [head_dim][16] or values [keys][head_dim] of float8
+  float* q;  // [rows][padded_dim], scaled
+  float* weights;  // [rows][kPartitionKeys]: scores, then e^(score - maximum)
+  float* values;  // [rows][padded_dim]: weighted sums of the partition
+  float* state;  // [rows][attention_partial_floats]: folded so far
+  float* widened;  // [kWidenedKeys][padded_dim]: keys [head_dim][16] or values [keys][head_dim] of float8
 };
 
 AE_INLINE AttentionScratch split_scratch(float* memory, int64_t head_dim) {
@@ -85,10 +85,10 @@ struct KeyValues {
 
 // Scores of 16 keys for `Rows` rows.
 template <class T, int Rows>
-AE_INLINE void score_granule(const T* k, int64_t block_size, int64_t head_dim, const float* q, int64_t q_stride,
-                             float* scores, const T* ahead) {
+AE_INLINE void score_granule(const T* k, int64_t block_size, int64_t head_dim, const float* q, int64_t q_stride, float* scores,
+                             const T* ahead) {
   Vec even[Rows][kKeyVectors] = {}, odd[Rows][kKeyVectors] = {};
-  auto step = [&](Vec (&acc)[Rows][kKeyVectors], int64_t d) __attribute__((always_inline)) {
+  auto step = [&](Vec(&acc)[Rows][kKeyVectors], int64_t d) __attribute__((always_inline)) {
     if (ahead != nullptr) prefetch(ahead + d * block_size);
     Vec keys[kKeyVectors];
 #pragma GCC unroll 4
@@ -151,12 +151,12 @@ void score_keys(const KeyValues<T>& kv, const AttentionScratch& s, int64_t rows,
     auto pass = [&](auto count) __attribute__((always_inline)) {
       constexpr int kCount = decltype(count)::value;
       for (; r + kCount <= rows && widened; r += kCount) {
-        score_granule<float, kCount>(s.widened, 16, kv.head_dim, s.q + r * s.padded_dim, s.padded_dim,
-                                     out + r * kPartitionKeys, nullptr);
+        score_granule<float, kCount>(s.widened, 16, kv.head_dim, s.q + r * s.padded_dim, s.padded_dim, out + r * kPartitionKeys,
+                                     nullptr);
       }
       for (; r + kCount <= rows; r += kCount) {
-        score_granule<T, kCount>(k, kv.block_size, kv.head_dim, s.q + r * s.padded_dim, s.padded_dim,
-                                 out + r * kPartitionKeys, r == 0 ? ahead : nullptr);
+        score_granule<T, kCount>(k, kv.block_size, kv.head_dim, s.q + r * s.padded_dim, s.padded_dim, out + r * kPartitionKeys,
+                                 r == 0 ? ahead : nullptr);
       }
     };
     if constexpr (kScoreRows >= 8) pass(Count<8>{});
@@ -209,8 +209,8 @@ AE_INLINE Moments softmax_keys(float* weights, Range keys, int64_t origin) {
 
 // values[r] += Σ weight · V over `keys`, one key after the other, for Vectors · kWidth dimensions of Rows rows.
 template <class Kv, int Rows, int Vectors>
-AE_INLINE void add_values(const Kv& kv, const float* weights, float* values, int64_t padded_dim, Range keys,
-                          int64_t origin, int64_t d, int64_t elements, int64_t last_key) {
+AE_INLINE void add_values(const Kv& kv, const float* weights, float* values, int64_t padded_dim, Range keys, int64_t origin,
+                          int64_t d, int64_t elements, int64_t last_key) {
   Vec acc[Rows][Vectors];
 #pragma GCC unroll 4
   for (int r = 0; r < Rows; ++r) {
@@ -249,8 +249,7 @@ AE_INLINE void add_values(const Kv& kv, const float* weights, float* values, int
 }
 
 template <class Kv, int Rows>
-void add_values_rows(const Kv& kv, const AttentionScratch& s, int64_t row, Range keys, int64_t origin,
-                     int64_t last_key) {
+void add_values_rows(const Kv& kv, const AttentionScratch& s, int64_t row, Range keys, int64_t origin, int64_t last_key) {
   if (keys.begin >= keys.end) return;
   const float* weights = s.weights + row * kPartitionKeys;
   float* values = s.values + row * s.padded_dim;
@@ -259,15 +258,13 @@ void add_values_rows(const Kv& kv, const AttentionScratch& s, int64_t row, Range
     add_values<Kv, Rows, kValueVectors>(kv, weights, values, s.padded_dim, keys, origin, d, kWidth, last_key);
   }
   for (; d < kv.head_dim; d += kWidth) {
-    add_values<Kv, Rows, 1>(kv, weights, values, s.padded_dim, keys, origin, d, min64(kWidth, kv.head_dim - d),
-                           last_key);
+    add_values<Kv, Rows, 1>(kv, weights, values, s.padded_dim, keys, origin, d, min64(kWidth, kv.head_dim - d), last_key);
   }
 }
 
 // Rows [0, rows) with their own ranges, ascending in the row: keys that all rows of a group see are shared.
 template <class Kv, class RangeOf>
-void weigh_values(const Kv& kv, const AttentionScratch& s, int64_t rows, int64_t origin, int64_t last_key,
-                  RangeOf&& range_of) {
+void weigh_values(const Kv& kv, const AttentionScratch& s, int64_t rows, int64_t origin, int64_t last_key, RangeOf&& range_of) {
   int64_t row = 0;
   auto pass = [&](auto count) __attribute__((always_inline)) {
     constexpr int kCount = decltype(count)::value;
@@ -292,8 +289,7 @@ void weigh_values(const Kv& kv, const AttentionScratch& s, int64_t rows, int64_t
 
 // The same of float8, widened a few keys at a time. `all` is what any row sees.
 template <class T, class RangeOf>
-void weigh_widened(const KeyValues<T>& kv, const AttentionScratch& s, int64_t rows, int64_t origin, Range all,
-                   RangeOf&& range_of) {
+void weigh_widened(const KeyValues<T>& kv, const AttentionScratch& s, int64_t rows, int64_t origin, Range all, RangeOf&& range_of) {
   for (int64_t first = all.begin; first < all.end; first += kWidenedKeys) {
     const int64_t end = min64(all.end, first + kWidenedKeys);
     for (int64_t key = first; key < end; ++key) {
@@ -345,12 +341,10 @@ void load_queries(const AttentionTask& task, const AttentionItem& item, const At
   const float scale = task.scale * task.scales.key(item.kv_head);
   for (int64_t t = 0; t < item.num_queries; ++t) {
     for (int64_t h = 0; h < heads; ++h) {
-      const T* q = static_cast<const T*>(task.q) + (item.first_token + t) * task.q_stride +
-                   (first_head + h) * task.head_dim;
+      const T* q = static_cast<const T*>(task.q) + (item.first_token + t) * task.q_stride + (first_head + h) * task.head_dim;
       float* dst = s.q + (t * heads + h) * s.padded_dim;
-      for_each_vector(task.head_dim, [&](int64_t d, int64_t count) __attribute__((always_inline)) {
-        store(dst + d, load_elements(q + d, count) * scale);
-      });
+      for_each_vector(task.head_dim, [&](int64_t d, int64_t count)
+                                         __attribute__((always_inline)) { store(dst + d, load_elements(q + d, count) * scale); });
     }
   }
 }
@@ -364,7 +358,10 @@ void attend_item(const AttentionTask& task, const AttentionItem& item, float* me
   const int64_t stride = task.block_stride != 0 ? task.block_stride : task.num_kv_heads * head_size;
   const KeyValues<Cached> kv{static_cast<const Cached*>(task.k_cache) + item.kv_head * head_size,
                              static_cast<const Cached*>(task.v_cache) + item.kv_head * head_size,
-                             item.block_table, stride, task.block_size, task.head_dim};
+                             item.block_table,
+                             stride,
+                             task.block_size,
+                             task.head_dim};
   load_queries<T>(task, item, s);
   for (int64_t r = 0; r < rows; ++r) s.state[r * partial_floats + 1] = 0.f;
 
@@ -429,8 +426,8 @@ void isa_attend(Dtype dtype, const AttentionTask& task, const AttentionItem& ite
   }
 }
 
-void isa_combine(Dtype dtype, const AttentionTask& task, int64_t token, int64_t head, const float* partials,
-                 int64_t count, int64_t stride, float* state) {
+void isa_combine(Dtype dtype, const AttentionTask& task, int64_t token, int64_t head, const float* partials, int64_t count,
+                 int64_t stride, float* state) {
   state[1] = 0.f;
   for (int64_t p = 0; p < count; ++p) {
     const float* partial = partials + p * stride;

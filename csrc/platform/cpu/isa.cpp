@@ -59,8 +59,7 @@ const CpuIsa& select_cpu_isa(std::string_view name) {
     if (name == isa->name) return *isa;
     known += std::string(known.empty() ? "" : ", ") + isa->name;
   }
-  throw std::invalid_argument("instruction set \"" + std::string(name) + "\" is not available here; there are: auto, " +
-                              known);
+  throw std::invalid_argument("instruction set \"" + std::string(name) + "\" is not available here; there are: auto, " + known);
 }
 
 }  // namespace asyncengine

@@ -166,9 +166,7 @@ struct CpuIsa {
   int64_t vector_width;  // columns of a panel of weights (CpuLinear)
 
   LinearKernels linear_float32, linear_bfloat16;
-  const LinearKernels& linear(Dtype dtype) const {
-    return dtype == Dtype::kFloat32 ? linear_float32 : linear_bfloat16;
-  }
+  const LinearKernels& linear(Dtype dtype) const { return dtype == Dtype::kFloat32 ? linear_float32 : linear_bfloat16; }
 
   void (*embed)(Dtype, const EmbedTask&, int64_t token_begin, int64_t token_end);
   void (*norm)(Dtype, const NormTask&, int64_t row_begin, int64_t row_end);
@@ -182,8 +180,8 @@ struct CpuIsa {
   void (*quantize)(Dtype, const void* x, int64_t count, float inverse, Float8* y);
   void (*attend)(Dtype, const AttentionTask&, const AttentionItem&, float* scratch);
   // Folds the partials of one (query token, head), stored `stride` floats apart, and writes its out.
-  void (*combine)(Dtype, const AttentionTask&, int64_t token, int64_t head, const float* partials, int64_t count,
-                  int64_t stride, float* scratch);
+  void (*combine)(Dtype, const AttentionTask&, int64_t token, int64_t head, const float* partials, int64_t count, int64_t stride,
+                  float* scratch);
 
   LogitStats (*logit_stats)(const float* logits, int64_t count);
   // mass[i] = exp((logits[i] - max) / temperature)

@@ -54,9 +54,7 @@ class TileScope {
 // ---- x: tiles of up to 16 rows, each [tile of K][tile of x] ----
 
 // Two tiles of x, or one if that is enough.
-int64_t amx_tile_rows(int64_t rows) {
-  return rows <= kTileRows ? rows : rows <= kPairRows ? (rows + 1) / 2 * 2 : kPairRows;
-}
+int64_t amx_tile_rows(int64_t rows) { return rows <= kTileRows ? rows : rows <= kPairRows ? (rows + 1) / 2 * 2 : kPairRows; }
 
 int64_t rows_of_x_tile(int64_t rows) { return rows <= kTileRows ? rows : amx_tile_rows(rows) / 2; }
 

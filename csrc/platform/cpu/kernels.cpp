@@ -39,8 +39,8 @@ int64_t panel_words(const LinearKernels& kernels, int64_t k, Dtype dtype) {
 
 // Panels [begin, end) of those `words` long. `Element` is as wide as an element.
 template <class Element>
-void pack_panel_range(const Element* weight, bool transposed, int64_t rows, int64_t k, int64_t width, int64_t words,
-                      int64_t begin, int64_t end, Element* panels) {
+void pack_panel_range(const Element* weight, bool transposed, int64_t rows, int64_t k, int64_t width, int64_t words, int64_t begin,
+                      int64_t end, Element* panels) {
   constexpr int64_t kParts = 4 / static_cast<int64_t>(sizeof(Element));
   const int64_t first = begin * width, last = std::min(rows, end * width), panel = words * width * kParts;
   if (last < end * width || words * kParts > k) std::fill(panels + begin * panel, panels + end * panel, Element{});
@@ -93,29 +93,35 @@ template <class Body>
 void CpuKernels::for_row_chunks(int64_t rows, int64_t row_elements, Body&& body) {
   const int64_t wanted = std::min(rows * row_elements / kElementsPerChunk, pool_.num_threads() * kItemsPerThread);
   const int64_t chunk = ceil_div(rows, std::max<int64_t>(wanted, 1));
-  pool_.parallel_for(ceil_div(rows, std::max<int64_t>(chunk, 1)), [&](int64_t item, int) {
-    body(item * chunk, std::min(rows, (item + 1) * chunk));
-  });
+  pool_.parallel_for(ceil_div(rows, std::max<int64_t>(chunk, 1)),
+                     [&](int64_t item, int) { body(item * chunk, std::min(rows, (item + 1) * chunk)); });
 }
 
-void CpuKernels::linear(const CpuLinear& weights, const void* x, int64_t x_stride, int64_t rows, void* y,
-                        bool y_float32) {
+void CpuKernels::linear(const CpuLinear& weights, const void* x, int64_t x_stride, int64_t rows, void* y, bool y_float32) {
   multiply(weights, x, x_stride, rows, y, y_float32, std::nullopt, [](int64_t, int64_t) {});
 }
 
-void CpuKernels::norm_linear(const CpuNorm& norm, const CpuLinear& weights, const void* x, void* residual, int64_t rows,
-                             void* y, bool y_float32, std::optional<Activation> activation) {
+void CpuKernels::norm_linear(const CpuNorm& norm, const CpuLinear& weights, const void* x, void* residual, int64_t rows, void* y,
+                             bool y_float32, std::optional<Activation> activation) {
   if (activation && activation->gated) throw std::invalid_argument("a gated activation takes two columns for one");
   void* normed = normed_.reserve(ceil_div(rows * weights.k * dtype_size(weights.dtype), 4));
-  const NormTask task{.x = x, .residual = residual, .weight = norm.weight, .bias = norm.bias, .y = normed,
-                      .x_stride = weights.k, .y_stride = weights.k, .heads = 1, .width = weights.k, .eps = norm.eps};
+  const NormTask task{.x = x,
+                      .residual = residual,
+                      .weight = norm.weight,
+                      .bias = norm.bias,
+                      .y = normed,
+                      .x_stride = weights.k,
+                      .y_stride = weights.k,
+                      .heads = 1,
+                      .width = weights.k,
+                      .eps = norm.eps};
   multiply(weights, normed, weights.k, rows, y, y_float32, activation,
            [&](int64_t begin, int64_t end) { isa_.norm(weights.dtype, task, begin, end); });
 }
 
 template <class Prepare>
-void CpuKernels::multiply(const CpuLinear& weights, const void* x, int64_t x_stride, int64_t rows, void* y,
-                          bool y_float32, std::optional<Activation> activation, Prepare&& prepare) {
+void CpuKernels::multiply(const CpuLinear& weights, const void* x, int64_t x_stride, int64_t rows, void* y, bool y_float32,
+                          std::optional<Activation> activation, Prepare&& prepare) {
   if (rows == 0) return;
   const Dtype dtype = weights.dtype;
   const Dtype y_dtype = y_float32 ? Dtype::kFloat32 : dtype;
@@ -208,17 +214,15 @@ void CpuKernels::norm(Dtype dtype, const NormTask& task, int64_t tokens) {
 }
 
 void CpuKernels::activation(Dtype dtype, Activation kind, const void* x, void* y, int64_t rows, int64_t width) {
-  for_row_chunks(rows, width,
-                 [&](int64_t begin, int64_t end) { isa_.activation(dtype, kind, x, y, width, begin, end); });
+  for_row_chunks(rows, width, [&](int64_t begin, int64_t end) { isa_.activation(dtype, kind, x, y, width, begin, end); });
 }
 
 void CpuKernels::rotary(Dtype dtype, const RotaryTask& task, int64_t tokens) {
-  for_row_chunks(tokens, task.heads * task.head_dim,
-                 [&](int64_t begin, int64_t end) { isa_.rotary(dtype, task, begin, end); });
+  for_row_chunks(tokens, task.heads * task.head_dim, [&](int64_t begin, int64_t end) { isa_.rotary(dtype, task, begin, end); });
 }
 
-void CpuKernels::store_kv(Dtype dtype, const void* k, int64_t k_stride, const void* v, int64_t v_stride,
-                          const PagedKV& cache, const StepBatch& batch) {
+void CpuKernels::store_kv(Dtype dtype, const void* k, int64_t k_stride, const void* v, int64_t v_stride, const PagedKV& cache,
+                          const StepBatch& batch) {
   const TokenRange all{0, batch.num_tokens};
   store_tokens(dtype, {k, v, k_stride, v_stride}, cache, batch, {&all, 1});
 }
@@ -238,8 +242,8 @@ void CpuKernels::store_tokens(Dtype dtype, const NewKV& fresh, const PagedKV& ca
   });
 }
 
-void CpuKernels::store_new(Dtype dtype, const NewKV& fresh, const PagedKV& cache, const StepBatch& batch,
-                           int64_t token, int64_t head) const {
+void CpuKernels::store_new(Dtype dtype, const NewKV& fresh, const PagedKV& cache, const StepBatch& batch, int64_t token,
+                           int64_t head) const {
   const int64_t at = head * cache.head_dim, slot = batch.slot_mapping[static_cast<size_t>(token)];
   if (slot < 0) return;  // a host row's
   const int64_t dim = cache.head_dim, size = cache.block_size;
@@ -302,8 +306,8 @@ void CpuKernels::plan_attention(const AttentionTask& task, const StepBatch& batc
             continue;
           }
           const int32_t item_heads = item.head_end - item.head_begin;
-          split_rows_.push_back({item.first_token, kv_head, item_heads,
-                                 static_cast<int32_t>(kv_head * group) + item.head_begin, partitions, partial_floats});
+          split_rows_.push_back({item.first_token, kv_head, item_heads, static_cast<int32_t>(kv_head * group) + item.head_begin,
+                                 partitions, partial_floats});
           for (int64_t p = 0; p < partitions; ++p) {
             AttentionItem part = item;
             part.partition_begin = item.partition_begin + p;
@@ -322,12 +326,22 @@ void CpuKernels::plan_attention(const AttentionTask& task, const StepBatch& batc
   }
 }
 
-void CpuKernels::paged_attention(Dtype dtype, const void* q, int64_t q_stride, int64_t tokens, int64_t num_q_heads,
-                                 void* out, const PagedKV& cache, const StepBatch& batch, float scale,
-                                 int64_t window, float softcap) {
+void CpuKernels::paged_attention(Dtype dtype, const void* q, int64_t q_stride, int64_t tokens, int64_t num_q_heads, void* out,
+                                 const PagedKV& cache, const StepBatch& batch, float scale, int64_t window, float softcap) {
   attend(dtype,
-         {q, q_stride, out, cache.k, cache.v, num_q_heads, cache.num_kv_heads, cache.head_dim, cache.block_size, window,
-          scale, softcap, {cache.scales, cache.num_kv_heads}},
+         {q,
+          q_stride,
+          out,
+          cache.k,
+          cache.v,
+          num_q_heads,
+          cache.num_kv_heads,
+          cache.head_dim,
+          cache.block_size,
+          window,
+          scale,
+          softcap,
+          {cache.scales, cache.num_kv_heads}},
          tokens, cache, batch, nullptr);
 }
 
@@ -337,13 +351,24 @@ void CpuKernels::attention(Dtype dtype, const void* heads, int64_t num_q_heads, 
   const int64_t stride = v + cache.num_kv_heads * cache.head_dim;
   const NewKV fresh{offset(heads, k, dtype), offset(heads, v, dtype), stride, stride};
   attend(dtype,
-         {heads, stride, out, cache.k, cache.v, num_q_heads, cache.num_kv_heads, cache.head_dim, cache.block_size,
-          window, scale, softcap, {cache.scales, cache.num_kv_heads}},
+         {heads,
+          stride,
+          out,
+          cache.k,
+          cache.v,
+          num_q_heads,
+          cache.num_kv_heads,
+          cache.head_dim,
+          cache.block_size,
+          window,
+          scale,
+          softcap,
+          {cache.scales, cache.num_kv_heads}},
          batch.num_tokens, cache, batch, &fresh);
 }
 
-void CpuKernels::attend(Dtype dtype, const AttentionTask& task, int64_t tokens, const PagedKV& cache,
-                        const StepBatch& batch, const NewKV* fresh) {
+void CpuKernels::attend(Dtype dtype, const AttentionTask& task, int64_t tokens, const PagedKV& cache, const StepBatch& batch,
+                        const NewKV* fresh) {
   plan_attention(task, batch, tokens);
   if (fresh != nullptr) store_tokens(dtype, *fresh, cache, batch, stored_apart_);
   reserve_scratch(attention_scratch_floats(task.head_dim));
@@ -358,15 +383,14 @@ void CpuKernels::attend(Dtype dtype, const AttentionTask& task, int64_t tokens, 
   const float* partials = partials_.data();
   for (const SplitRow& row : split_rows_) {
     for (int32_t head = 0; head < row.heads; ++head) {
-      isa_.combine(dtype, task, row.token, row.first_head + head, partials + row.partials + head * partial,
-                   row.partitions, row.heads * partial, scratch(0));
+      isa_.combine(dtype, task, row.token, row.first_head + head, partials + row.partials + head * partial, row.partitions,
+                   row.heads * partial, scratch(0));
     }
   }
 }
 
 void CpuKernels::soft_cap(float* x, int64_t rows, int64_t width, float cap) {
-  for_row_chunks(rows, width,
-                 [&](int64_t begin, int64_t end) { isa_.soft_cap(x + begin * width, (end - begin) * width, cap); });
+  for_row_chunks(rows, width, [&](int64_t begin, int64_t end) { isa_.soft_cap(x + begin * width, (end - begin) * width, cap); });
 }
 
 void CpuKernels::sample(const float* logits, int64_t vocab, const StepBatch& batch, int32_t* tokens) {

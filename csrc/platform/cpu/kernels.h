@@ -93,11 +93,10 @@ class CpuKernels {
   // q [tokens, num_q_heads, head_dim] -> out [tokens, num_q_heads * head_dim], for the leading rows of the batch that
   // `tokens` holds: all of them, or those that decode.
   void paged_attention(Dtype dtype, const void* q, int64_t q_stride, int64_t tokens, int64_t num_q_heads, void* out,
-                       const PagedKV& cache, const StepBatch& batch, float scale, int64_t window,
-                       float softcap = 0.f);
+                       const PagedKV& cache, const StepBatch& batch, float scale, int64_t window, float softcap = 0.f);
   // store_kv and paged_attention of all rows: heads [tokens, num_q_heads + 2 * num_kv_heads, head_dim], contiguous.
-  void attention(Dtype dtype, const void* heads, int64_t num_q_heads, void* out, const PagedKV& cache,
-                 const StepBatch& batch, float scale, int64_t window, float softcap = 0.f);
+  void attention(Dtype dtype, const void* heads, int64_t num_q_heads, void* out, const PagedKV& cache, const StepBatch& batch,
+                 float scale, int64_t window, float softcap = 0.f);
   // x [rows, width] = cap * tanh(x / cap), in place.
   void soft_cap(float* x, int64_t rows, int64_t width, float cap);
   // logits [num_samples, vocab] float32 -> tokens [num_samples], and the records that samples want; see CpuSampler. To be
@@ -134,8 +133,7 @@ class CpuKernels {
   // fresh is stored on the way; null: all keys and values are there.
   void attend(Dtype dtype, const AttentionTask& task, int64_t tokens, const PagedKV& cache, const StepBatch& batch,
               const NewKV* fresh);
-  void store_new(Dtype dtype, const NewKV& fresh, const PagedKV& cache, const StepBatch& batch, int64_t token,
-                 int64_t head) const;
+  void store_new(Dtype dtype, const NewKV& fresh, const PagedKV& cache, const StepBatch& batch, int64_t token, int64_t head) const;
   void store_tokens(Dtype dtype, const NewKV& fresh, const PagedKV& cache, const StepBatch& batch,
                     std::span<const TokenRange> ranges);
   template <class Body>

@@ -90,8 +90,7 @@ int64_t packed_x_floats(int64_t rows, int64_t k) {
 
 // Rows past the last one repeat it.
 template <class T>
-void pack_tile(const T* x, int64_t x_stride, int64_t first, int64_t rows, int64_t tile_rows, int64_t k,
-               float* packed) {
+void pack_tile(const T* x, int64_t x_stride, int64_t first, int64_t rows, int64_t tile_rows, int64_t k, float* packed) {
   const int64_t groups = (tile_rows + kWidth - 1) / kWidth;
   const T* row[kFewTileRows + kWidth];
   for (int64_t i = 0; i < groups * kWidth; ++i) row[i] = x + (first + i < rows ? first + i : rows - 1) * x_stride;
@@ -103,9 +102,7 @@ void pack_tile(const T* x, int64_t x_stride, int64_t first, int64_t rows, int64_
       if (at + kUnitSteps<T> <= k) {
         load_unit(words, [&](int i) __attribute__((always_inline)) { return load_quad(element_row[i] + at); });
       } else {
-        load_unit(words, [&](int i) __attribute__((always_inline)) {
-          return load_first_quad(element_row[i] + at, k - at);
-        });
+        load_unit(words, [&](int i) __attribute__((always_inline)) { return load_first_quad(element_row[i] + at, k - at); });
       }
       float* dst = packed + at * tile_rows + group * kWidth;
       for (int64_t step = 0; step < kUnitSteps<T>; ++step, dst += tile_rows) {
@@ -265,7 +262,8 @@ void few_rows_panels(const LinearTask& task, int64_t n, int64_t m) {
 #pragma GCC unroll 2
     for (int half = 0; half < kHalves; ++half) {
       run_panels<T, Rows, kPart, kHalves>({panel + first * kWidth, distance, x + first * kPartsPerWord<T> * Rows,
-                                           first * kPartsPerWord<T>, last * kPartsPerWord<T>}, half, task.k, sums[half]);
+                                           first * kPartsPerWord<T>, last * kPartsPerWord<T>},
+                                          half, task.k, sums[half]);
     }
   }
 #pragma GCC unroll 2

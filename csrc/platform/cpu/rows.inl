@@ -78,9 +78,8 @@ void norm_rows(const NormTask& task, int64_t row_begin, int64_t row_end) {
 
 template <class T>
 void scale_row(T* y, int64_t width, float scale) {
-  for_each_vector(width, [&](int64_t i, int64_t count) __attribute__((always_inline)) {
-    store_elements(y + i, load_elements(y + i, count) * scale, count);
-  });
+  for_each_vector(width, [&](int64_t i, int64_t count)
+                             __attribute__((always_inline)) { store_elements(y + i, load_elements(y + i, count) * scale, count); });
 }
 
 template <class T>
@@ -92,8 +91,7 @@ void embed_tokens(const EmbedTask& task, int64_t token_begin, int64_t token_end)
     if (task.panel_words == 0) {
       memcpy(y, static_cast<const T*>(task.table) + id * task.width, static_cast<size_t>(task.width) * sizeof(T));
     } else {
-      const uint32_t* word =
-          static_cast<const uint32_t*>(task.table) + id / kWidth * kWidth * task.panel_words + id % kWidth;
+      const uint32_t* word = static_cast<const uint32_t*>(task.table) + id / kWidth * kWidth * task.panel_words + id % kWidth;
       for (int64_t i = 0; i < whole; ++i, word += kWidth) memcpy(y + i * kPartsPerWord<T>, word, sizeof(*word));
       if (left > 0) memcpy(y + whole * kPartsPerWord<T>, word, static_cast<size_t>(left) * sizeof(T));
     }
@@ -122,8 +120,7 @@ AE_INLINE Vec gelu(Vec x) {
 }
 
 template <class T, class Function>
-AE_INLINE void activate_rows(bool gated, const T* x, T* y, int64_t width, int64_t row_begin, int64_t row_end,
-                             Function&& function) {
+AE_INLINE void activate_rows(bool gated, const T* x, T* y, int64_t width, int64_t row_begin, int64_t row_end, Function&& function) {
   for (int64_t row = row_begin; row < row_end; ++row) {
     T* out = y + row * width;
     const T* in = x + row * width * (gated ? 2 : 1);
@@ -141,9 +138,8 @@ AE_INLINE void activate_rows(bool gated, const T* x, T* y, int64_t width, int64_
 
 template <class T>
 void activation_rows(Activation kind, const T* x, T* y, int64_t width, int64_t row_begin, int64_t row_end) {
-  auto rows = [&](auto&& function) __attribute__((always_inline)) {
-    activate_rows(kind.gated, x, y, width, row_begin, row_end, function);
-  };
+  auto rows = [&](auto&& function)
+                  __attribute__((always_inline)) { activate_rows(kind.gated, x, y, width, row_begin, row_end, function); };
   switch (kind.function) {
     case ActivationFunction::kSilu: return rows([](Vec v) __attribute__((always_inline)) { return silu(v); });
     case ActivationFunction::kGeluTanh: return rows([](Vec v) __attribute__((always_inline)) { return gelu_tanh(v); });
@@ -188,8 +184,7 @@ void isa_norm(Dtype dtype, const NormTask& task, int64_t row_begin, int64_t row_
   }
 }
 
-void isa_activation(Dtype dtype, Activation kind, const void* x, void* y, int64_t width, int64_t row_begin,
-                    int64_t row_end) {
+void isa_activation(Dtype dtype, Activation kind, const void* x, void* y, int64_t width, int64_t row_begin, int64_t row_end) {
   if (dtype == Dtype::kFloat32) {
     activation_rows(kind, static_cast<const float*>(x), static_cast<float*>(y), width, row_begin, row_end);
   } else {

@@ -73,9 +73,7 @@ class Ranking {
  private:
   struct ByRank {
     const float* logits;
-    bool operator()(int32_t a, int32_t b) const {
-      return logits[a] > logits[b] || (logits[a] == logits[b] && a < b);
-    }
+    bool operator()(int32_t a, int32_t b) const { return logits[a] > logits[b] || (logits[a] == logits[b] && a < b); }
   };
 
   void gather(size_t bin) {
@@ -204,7 +202,8 @@ int32_t CpuSampler::draw_edited(const Sample& sample, const float* logits, int64
   if (!isa_.logit_stats(logits, count).valid) return kNotFinite;
   if (!sample.appends) {
     if (records && sample.position < slot.parameters.prompt_len) {
-      write_logprobs({logits, static_cast<size_t>(count)}, 1.f, slot.history.data()[sample.position], slot, sample.records, scratch.candidates);
+      write_logprobs({logits, static_cast<size_t>(count)}, 1.f, slot.history.data()[sample.position], slot, sample.records,
+                     scratch.candidates);
     }
     return kNoToken;
   }
@@ -230,7 +229,8 @@ int32_t CpuSampler::draw_edited(const Sample& sample, const float* logits, int64
   if (records) {
     const bool processed = (slot.parameters.flags & kProcessedLogprobs) != 0;
     const float heat = processed && sample.state->temperature > 0.f ? sample.state->temperature : 1.f;
-    write_logprobs({processed ? edited : logits, static_cast<size_t>(count)}, heat, token, slot, sample.records, scratch.candidates);
+    write_logprobs({processed ? edited : logits, static_cast<size_t>(count)}, heat, token, slot, sample.records,
+                   scratch.candidates);
   }
   if (sample.needs & kNeedPenalties) slot.append(token);
   return token;

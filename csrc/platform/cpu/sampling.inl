@@ -40,9 +40,8 @@ void isa_block_sums(const float* mass, int64_t count, double* sums) {
   for (int64_t begin = 0, block = 0; begin < count; begin += kMassBlock, ++block) {
     const int64_t n = count - begin < kMassBlock ? count - begin : kMassBlock;
     Vec sum{};
-    for_each_vector(n, [&](int64_t i, int64_t elements) __attribute__((always_inline)) {
-      sum = sum + load_elements(mass + begin + i, elements);
-    });
+    for_each_vector(n, [&](int64_t i, int64_t elements)
+                           __attribute__((always_inline)) { sum = sum + load_elements(mass + begin + i, elements); });
     sums[block] = static_cast<double>(reduce_add(sum));
   }
 }

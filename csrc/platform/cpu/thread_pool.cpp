@@ -64,8 +64,7 @@ void ThreadPool::run(int64_t num_items, Call call, void* context) {
   generation_.notify_all();
 
   work(0, generation);
-  for (uint32_t done = done_.load(std::memory_order_acquire); done != num_items_;
-       done = done_.load(std::memory_order_acquire)) {
+  for (uint32_t done = done_.load(std::memory_order_acquire); done != num_items_; done = done_.load(std::memory_order_acquire)) {
     wait_while_equal(done_, done);
   }
 }

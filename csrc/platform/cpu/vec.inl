@@ -232,18 +232,10 @@ AE_INLINE void store_elements(T* p, Vec v, int64_t count) {
 // ---- across a vector: element i with element i + half, halving until one is left ----
 
 #if ASYNCENGINE_VECTOR_BYTES == 64
-AE_INLINE Vec swap_half8(Vec v) {
-  return __builtin_shuffle(v, IVec{8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7});
-}
-AE_INLINE Vec swap_half4(Vec v) {
-  return __builtin_shuffle(v, IVec{4, 5, 6, 7, 0, 1, 2, 3, 12, 13, 14, 15, 8, 9, 10, 11});
-}
-AE_INLINE Vec swap_half2(Vec v) {
-  return __builtin_shuffle(v, IVec{2, 3, 0, 1, 6, 7, 4, 5, 10, 11, 8, 9, 14, 15, 12, 13});
-}
-AE_INLINE Vec swap_half1(Vec v) {
-  return __builtin_shuffle(v, IVec{1, 0, 3, 2, 5, 4, 7, 6, 9, 8, 11, 10, 13, 12, 15, 14});
-}
+AE_INLINE Vec swap_half8(Vec v) { return __builtin_shuffle(v, IVec{8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7}); }
+AE_INLINE Vec swap_half4(Vec v) { return __builtin_shuffle(v, IVec{4, 5, 6, 7, 0, 1, 2, 3, 12, 13, 14, 15, 8, 9, 10, 11}); }
+AE_INLINE Vec swap_half2(Vec v) { return __builtin_shuffle(v, IVec{2, 3, 0, 1, 6, 7, 4, 5, 10, 11, 8, 9, 14, 15, 12, 13}); }
+AE_INLINE Vec swap_half1(Vec v) { return __builtin_shuffle(v, IVec{1, 0, 3, 2, 5, 4, 7, 6, 9, 8, 11, 10, 13, 12, 15, 14}); }
 #elif ASYNCENGINE_VECTOR_BYTES == 32
 AE_INLINE Vec swap_half4(Vec v) { return __builtin_shuffle(v, IVec{4, 5, 6, 7, 0, 1, 2, 3}); }
 AE_INLINE Vec swap_half2(Vec v) { return __builtin_shuffle(v, IVec{2, 3, 0, 1, 6, 7, 4, 5}); }

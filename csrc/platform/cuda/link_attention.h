@@ -4,8 +4,8 @@
 #include <cstdint>
 #include <span>
 
-#include "core/tier/block_mover.h"
 #include "core/hybrid/host_rows.h"
+#include "core/tier/block_mover.h"
 
 namespace asyncengine {
 

@@ -97,7 +97,8 @@ struct SimulatedRuntime {
     for (SimulatedDevice* owner : registry) {
       if (owner == nullptr) continue;
       std::lock_guard own_lock(owner->mutex_);
-      owner->live_objects_ -= static_cast<int64_t>(std::erase_if(owner->pinned_, [&](const auto& r) { return r.first == pointer; }));
+      owner->live_objects_ -= static_cast<int64_t>(
+          std::erase_if(owner->pinned_, [&](const auto& r) { return r.first == pointer; }));
     }
     return kCudaSuccess;
   }
@@ -135,7 +136,8 @@ struct SimulatedRuntime {
   }
   static int stream_wait_event(CudaStream cuda_stream, CudaEvent event, unsigned) {
     const auto records = static_cast<size_t>(event->recorded.load(std::memory_order_relaxed));
-    return cuda_stream->device->enqueue(cuda_stream, {SimulatedDevice::Operation::kWait, event, nullptr, records}, Call::kWaitEvent);
+    return cuda_stream->device->enqueue(cuda_stream, {SimulatedDevice::Operation::kWait, event, nullptr, records},
+                                        Call::kWaitEvent);
   }
   static int event_create(CudaEvent* event, unsigned) {
     *event = new CudaEventHandle{device()};
@@ -150,7 +152,8 @@ struct SimulatedRuntime {
   }
   static int event_record(CudaEvent event, CudaStream cuda_stream) {
     event->recorded.fetch_add(1, std::memory_order_relaxed);
-    const int error = cuda_stream->device->enqueue(cuda_stream, {SimulatedDevice::Operation::kRecord, event, nullptr, 0}, Call::kEventRecord);
+    const int error = cuda_stream->device->enqueue(cuda_stream, {SimulatedDevice::Operation::kRecord, event, nullptr, 0},
+                                                   Call::kEventRecord);
     if (error != kCudaSuccess) event->recorded.fetch_sub(1, std::memory_order_relaxed);
     return error;
   }
@@ -176,11 +179,11 @@ struct SimulatedRuntime {
 
 const CudaRuntime& SimulatedDevice::runtime() {
   using R = SimulatedRuntime;
-  static constexpr CudaRuntime table = {
-      R::set_device, R::get_error_string, R::allocate, R::release, R::allocate_host, R::release_host, R::register_host,
-      R::unregister_host, R::memcpy_async,
-      R::stream_create, R::stream_destroy, R::stream_wait_event, R::event_create, R::event_destroy, R::event_record, R::event_query,
-      R::graph_instantiate, R::graph_upload, R::graph_exec_destroy, R::graph_launch};
+  static constexpr CudaRuntime table = {R::set_device,        R::get_error_string, R::allocate,           R::release,
+                                        R::allocate_host,     R::release_host,     R::register_host,      R::unregister_host,
+                                        R::memcpy_async,      R::stream_create,    R::stream_destroy,     R::stream_wait_event,
+                                        R::event_create,      R::event_destroy,    R::event_record,       R::event_query,
+                                        R::graph_instantiate, R::graph_upload,     R::graph_exec_destroy, R::graph_launch};
   return table;
 }
 

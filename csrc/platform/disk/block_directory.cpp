@@ -85,7 +85,9 @@ int64_t read_all(const FileOperations& files, int fd, std::byte* target, size_t 
 }  // namespace
 
 BlockDirectory::BlockDirectory(const std::string& path, const BlockLayout& layout, const FileOperations& files)
-    : files_(files), layout_(digest_of(layout)), block_bytes_(layout.block_bytes),
+    : files_(files),
+      layout_(digest_of(layout)),
+      block_bytes_(layout.block_bytes),
       head_bytes_(sizeof(Head) + static_cast<size_t>(layout.block_tokens) * sizeof(int32_t)),
       folder_(path + "/" + hex(std::span(layout_).first(16))) {
   const uint64_t mark = random_word();
@@ -119,8 +121,7 @@ int64_t BlockDirectory::bytes_per_block() const {
   return (static_cast<int64_t>(head_bytes_ + block_bytes_) + kPage - 1) / kPage * kPage;
 }
 
-std::vector<std::byte> BlockDirectory::head(const BlockKey& key, const BlockKey& parent,
-                                            std::span<const int32_t> tokens) const {
+std::vector<std::byte> BlockDirectory::head(const BlockKey& key, const BlockKey& parent, std::span<const int32_t> tokens) const {
   Head head;
   head.num_tokens = tokens.size();
   head.block_bytes = block_bytes_;
@@ -183,8 +184,7 @@ bool BlockDirectory::transfer(int fd, std::span<const std::byte> data, size_t of
   return true;
 }
 
-DiskResult BlockDirectory::read(const BlockKey& key, const BlockKey& parent, std::span<const int32_t> tokens,
-                                std::byte* target) {
+DiskResult BlockDirectory::read(const BlockKey& key, const BlockKey& parent, std::span<const int32_t> tokens, std::byte* target) {
   const int fd = open_file(path(key), O_RDONLY);
   if (fd < 0) {
     const bool no_file = errno == kNoFile || errno == ELOOP;  // the latter of a link
@@ -202,8 +202,7 @@ DiskResult BlockDirectory::read(const BlockKey& key, const BlockKey& parent, std
   uint64_t checksum;
   std::memcpy(&checksum, found.data() + offsetof(Head, checksum), sizeof(checksum));
   std::fill_n(found.begin() + offsetof(Head, checksum), sizeof(checksum), std::byte{});
-  const bool right = found == wanted &&
-                     checksum == checksum64(target, block_bytes_, checksum64(found.data(), found.size(), 0));
+  const bool right = found == wanted && checksum == checksum64(target, block_bytes_, checksum64(found.data(), found.size(), 0));
   return right ? DiskResult::kDone : DiskResult::kCorrupt;
 }
 

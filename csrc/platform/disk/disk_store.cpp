@@ -135,7 +135,8 @@ void DiskStore::leave_alone(DiskCalls calls) {
       ++counters_.dropped;
       complete(queue.ring.pop(), DiskResult::kFailed);
     }
-    for (Job& job : std::span(jobs_).subspan(&queue == &reads_ ? 0 : static_cast<size_t>(max_pending_), static_cast<size_t>(max_pending_))) {
+    for (Job& job :
+         std::span(jobs_).subspan(&queue == &reads_ ? 0 : static_cast<size_t>(max_pending_), static_cast<size_t>(max_pending_))) {
       if (job.runs && !std::exchange(job.late, true)) ++queue.late;
     }
   }
@@ -323,12 +324,8 @@ void DiskStore::account(int32_t job, DiskResult result, bool tried) {
       if (!late) its.backoff.succeeded();
       ++(reads ? counters_.read : counters_.written);
       return;
-    case DiskResult::kMissing:
-      ++counters_.missing;
-      return;
-    case DiskResult::kCorrupt:
-      ++counters_.corrupt;
-      return;
+    case DiskResult::kMissing: ++counters_.missing; return;
+    case DiskResult::kCorrupt: ++counters_.corrupt; return;
     case DiskResult::kFailed:
       ++counters_.failed;
       its.backoff.failed(files_.now_ns());

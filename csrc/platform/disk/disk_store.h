@@ -62,8 +62,7 @@ class DiskStore {
   // `target` is the store's until the completion is taken, or until close() has answered true. kDone of a put: the block is
   // in the directory, perhaps because it was known to be there before. A get of a block that is not known looks for its
   // file: another process may have written it.
-  bool put(const BlockKey& key, const BlockKey& parent, std::span<const int32_t> tokens, const std::byte* data,
-           uint64_t ticket);
+  bool put(const BlockKey& key, const BlockKey& parent, std::span<const int32_t> tokens, const std::byte* data, uint64_t ticket);
   bool get(const BlockKey& key, const BlockKey& parent, std::span<const int32_t> tokens, std::byte* target, uint64_t ticket);
   // visit(ticket, DiskResult) for everything that was completed, for one thread. visit may put and get, and must not throw.
   template <typename Visit>
@@ -122,8 +121,7 @@ class DiskStore {
 
   JobQueue& queue_of(int32_t job) { return job < max_pending_ ? reads_ : writes_; }
   std::span<int32_t> tokens(int32_t job);
-  int32_t take_job(JobQueue& queue, const BlockKey& key, const BlockKey& parent, std::span<const int32_t> tokens,
-                   uint64_t ticket);
+  int32_t take_job(JobQueue& queue, const BlockKey& key, const BlockKey& parent, std::span<const int32_t> tokens, uint64_t ticket);
   void complete(int32_t job, DiskResult result);
   void collect();
   void start(void (DiskStore::*body)());

@@ -12,9 +12,7 @@ namespace {
 int open_file(const char* path, int flags, mode_t mode) { return ::open(path, flags, mode); }
 int stat_file(int fd, struct stat* status) { return ::fstat(fd, status); }
 int touch_file(int fd) { return ::futimens(fd, nullptr); }
-int64_t steady_now() {
-  return std::chrono::nanoseconds(std::chrono::steady_clock::now().time_since_epoch()).count();
-}
+int64_t steady_now() { return std::chrono::nanoseconds(std::chrono::steady_clock::now().time_since_epoch()).count(); }
 
 }  // namespace
 

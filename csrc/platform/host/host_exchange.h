@@ -20,7 +20,9 @@ struct HostShape {
   size_t heads() const { return static_cast<size_t>(num_q_heads) + 2 * static_cast<size_t>(num_kv_heads); }
   size_t head_words() const { return static_cast<size_t>(dtype == Dtype::kFloat32 ? head_dim : head_dim / 2); }
   size_t mailbox_words() const { return heads() * head_words(); }
-  size_t result_bytes() const { return static_cast<size_t>(num_q_heads) * static_cast<size_t>(head_dim) * static_cast<size_t>(dtype_size(dtype)); }
+  size_t result_bytes() const {
+    return static_cast<size_t>(num_q_heads) * static_cast<size_t>(head_dim) * static_cast<size_t>(dtype_size(dtype));
+  }
 };
 
 class HostExchange {
@@ -37,13 +39,17 @@ class HostExchange {
 
   const HostShape& shape() const { return shape_; }
   // Words [heads][head_words]: each the low half of its step's number << 32 | a payload.
-  uint64_t* mailbox(int32_t slot) const { return reinterpret_cast<uint64_t*>(memory_) + static_cast<size_t>(slot) * shape_.mailbox_words(); }
+  uint64_t* mailbox(int32_t slot) const {
+    return reinterpret_cast<uint64_t*>(memory_) + static_cast<size_t>(slot) * shape_.mailbox_words();
+  }
   // [num_q_heads, head_dim] in the shape's dtype.
   std::byte* result(int32_t slot) const { return memory_ + mailbox_bytes() + static_cast<size_t>(slot) * shape_.result_bytes(); }
 
  private:
   size_t mailbox_bytes() const { return static_cast<size_t>(shape_.num_slots) * shape_.mailbox_words() * sizeof(uint64_t); }
-  size_t bytes() const { return std::max<size_t>(1, mailbox_bytes() + static_cast<size_t>(shape_.num_slots) * shape_.result_bytes()); }
+  size_t bytes() const {
+    return std::max<size_t>(1, mailbox_bytes() + static_cast<size_t>(shape_.num_slots) * shape_.result_bytes());
+  }
   void clear() { std::memset(memory_, 0, bytes()); }
 
   HostShape shape_;

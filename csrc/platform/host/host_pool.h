@@ -36,7 +36,9 @@ class HostPool {
   std::byte* block(int32_t host) const { return memory_.get() + static_cast<size_t>(host) * block_bytes_; }
   size_t list_words() const { return (static_cast<size_t>(max_moves_) + 1 + 15) / 16 * 16; }
   // Of a transfer: how many of the device's blocks, then which. Its graph reads that.
-  int32_t* list(int transfer) const { return reinterpret_cast<int32_t*>(lists_.data()) + static_cast<size_t>(transfer) * list_words(); }
+  int32_t* list(int transfer) const {
+    return reinterpret_cast<int32_t*>(lists_.data()) + static_cast<size_t>(transfer) * list_words();
+  }
   // Memory of the device, of max_moves() blocks for each transfer. Before the first transfer.
   void set_gathered(std::byte* memory) { gathered_ = memory; }
   // Where its graph finds the blocks side by side, or puts them.

@@ -119,7 +119,10 @@ struct HostWorkers::Shared {
 };
 
 HostWorkers::Shared::Shared(const CpuIsa& instruction_set, Config given)
-    : isa(instruction_set), config(std::move(given)), shape(config.exchange->shape()), scales(config.layers.size()),
+    : isa(instruction_set),
+      config(std::move(given)),
+      shape(config.exchange->shape()),
+      scales(config.layers.size()),
       slots(static_cast<size_t>(shape.num_slots)) {
   const HostBlocks& blocks = config.blocks;
   require_config(!config.layers.empty() && num_threads() >= 1, "at least one layer, and a worker or a link");
@@ -134,10 +137,18 @@ HostWorkers::Shared::Shared(const CpuIsa& instruction_set, Config given)
     if (layer.scales != nullptr) scales[i].assign(layer.scales, layer.scales + num_scales);
     const size_t element = layer.scales != nullptr ? 1 : static_cast<size_t>(dtype_size(shape.dtype)), plane = elements * element;
     require_config(blocks.block_bytes == planes * plane, "a block is not [layers][keys, values] planes of this shape");
-    tasks.push_back({.q = nullptr, .q_stride = 0, .out = nullptr,
-                     .k_cache = blocks.base + 2 * i * plane, .v_cache = blocks.base + (2 * i + 1) * plane,
-                     .num_q_heads = shape.num_q_heads, .num_kv_heads = shape.num_kv_heads, .head_dim = shape.head_dim,
-                     .block_size = blocks.block_size, .window = layer.window, .scale = layer.scale, .softcap = layer.softcap,
+    tasks.push_back({.q = nullptr,
+                     .q_stride = 0,
+                     .out = nullptr,
+                     .k_cache = blocks.base + 2 * i * plane,
+                     .v_cache = blocks.base + (2 * i + 1) * plane,
+                     .num_q_heads = shape.num_q_heads,
+                     .num_kv_heads = shape.num_kv_heads,
+                     .head_dim = shape.head_dim,
+                     .block_size = blocks.block_size,
+                     .window = layer.window,
+                     .scale = layer.scale,
+                     .softcap = layer.softcap,
                      .scales = {layer.scales != nullptr ? scales[i].data() : nullptr, shape.num_kv_heads},
                      .block_stride = static_cast<int64_t>(blocks.block_bytes / element),
                      .keys_by_token = !blocks.transposed_keys});
@@ -236,9 +247,8 @@ size_t HostWorkers::Shared::collect(std::span<SlotJob*> batch) {
 // Words come in any order.
 bool HostWorkers::Shared::mailbox_came(const HostAttentionJob& job) const {
   const std::span words(config.exchange->mailbox(job.slot), shape.mailbox_words());
-  return std::ranges::all_of(words, [&](uint64_t& word) {
-    return std::atomic_ref(word).load(std::memory_order_relaxed) >> 32 == job.step;
-  });
+  return std::ranges::all_of(
+      words, [&](uint64_t& word) { return std::atomic_ref(word).load(std::memory_order_relaxed) >> 32 == job.step; });
 }
 
 void HostWorkers::Shared::attend_batch(std::span<SlotJob* const> batch, std::span<HostAttentionJob> jobs) {
@@ -246,7 +256,8 @@ void HostWorkers::Shared::attend_batch(std::span<SlotJob* const> batch, std::spa
   std::ranges::transform(batch, jobs.begin(), [](const SlotJob* slot) { return slot->job; });
   MoveStatus status = config.link->start(jobs) ? MoveStatus::kPending : MoveStatus::kFailed;
   // A batch under way is waited for whoever closes: it writes to memory.
-  while (status == MoveStatus::kPending && (status = config.link->poll()) == MoveStatus::kPending) std::this_thread::sleep_for(kMailboxNap);
+  while (status == MoveStatus::kPending && (status = config.link->poll()) == MoveStatus::kPending)
+    std::this_thread::sleep_for(kMailboxNap);
   const auto result = status == MoveStatus::kDone ? HostAttentionStatus::kDone : HostAttentionStatus::kFailed;
   int64_t seen = 0;
   for (const HostAttentionJob& job : jobs) seen += tokens_of(job);
@@ -309,16 +320,26 @@ void HostWorkers::Shared::attend_head(const HostAttentionJob& job, const Attenti
   const auto* key = static_cast<const std::byte*>(task.q) + (task.num_q_heads + kv_head) * head_bytes;
   auto plane = [&](const void* cache) { return const_cast<std::byte*>(static_cast<const std::byte*>(cache)) + at; };
   store_head(isa, shape.dtype, key, key + task.num_kv_heads * head_bytes,
-             {.k = plane(task.k_cache), .v = plane(task.v_cache), .head_dim = task.head_dim, .block_size = task.block_size,
-              .offset = job.position % task.block_size, .keys_by_token = task.keys_by_token, .scales = task.scales,
+             {.k = plane(task.k_cache),
+              .v = plane(task.v_cache),
+              .head_dim = task.head_dim,
+              .block_size = task.block_size,
+              .offset = job.position % task.block_size,
+              .keys_by_token = task.keys_by_token,
+              .scales = task.scales,
               .head = kv_head});
   const int64_t first_key = task.window > 0 ? std::max<int64_t>(0, job.position - task.window + 1) : 0;
   for (int64_t head = 0; head < group; head += kAttentionRows) {
     isa.attend(shape.dtype, task,
-               {.block_table = job.blocks, .first_token = 0, .first_position = job.position, .num_queries = 1, .kv_head = kv_head,
+               {.block_table = job.blocks,
+                .first_token = 0,
+                .first_position = job.position,
+                .num_queries = 1,
+                .kv_head = kv_head,
                 .head_begin = static_cast<int32_t>(head),
                 .head_end = static_cast<int32_t>(std::min(group, head + kAttentionRows)),
-                .partition_begin = first_key / kPartitionKeys, .partition_end = job.position / kPartitionKeys + 1,
+                .partition_begin = first_key / kPartitionKeys,
+                .partition_end = job.position / kPartitionKeys + 1,
                 .partials = nullptr},
                memory);
   }
@@ -379,7 +400,8 @@ bool HostWorkers::close(Nanoseconds limit) {
     while (SlotJob* slot = shared_->pop()) slot->status.store(HostAttentionStatus::kFailed, std::memory_order_relaxed);
     shared_->posted.notify_all();
     // Some limits are for ever, which no clock can add.
-    const auto deadline = WaitClock::now() + std::chrono::duration_cast<WaitClock::duration>(std::min<Nanoseconds>(limit, kForEver));
+    const auto deadline = WaitClock::now() +
+                          std::chrono::duration_cast<WaitClock::duration>(std::min<Nanoseconds>(limit, kForEver));
     if (!shared_->ended.wait_until(lock, deadline, [this] { return shared_->running == 0; })) return false;
   }
   for (std::thread& thread : threads_) {

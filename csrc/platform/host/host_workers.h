@@ -11,8 +11,8 @@
 
 #include "core/hybrid/host_rows.h"
 #include "platform/cpu/isa.h"
-#include "platform/host/host_exchange.h"
 #include "platform/cuda/link_attention.h"
+#include "platform/host/host_exchange.h"
 
 namespace asyncengine {
 
