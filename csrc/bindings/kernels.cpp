@@ -100,8 +100,9 @@ void bind_step_batch(py::module_& m) {
       .def_property_readonly("means",
                              [](const StepBatch& batch) {
                                py::list rows;
-                               for (const MeanRow& mean : batch.means)
+                               for (const MeanRow& mean : batch.means) {
                                  rows.append(py::make_tuple(mean.row, mean.slot, mean.sample));
+                               }
                                return rows;
                              })
       .def(

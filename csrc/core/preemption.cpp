@@ -65,8 +65,9 @@ void Preemption::share_slots() {
 
 // What each tenant's running sequences hold, and which of them are beyond its share.
 void Preemption::measure_blocks(const StepPlan& plan) {
-  if (std::exchange(measured_changes_, roster_.changes()) == roster_.changes() && plan.step - measured_step_ < kMeasureEvery)
+  if (std::exchange(measured_changes_, roster_.changes()) == roster_.changes() && plan.step - measured_step_ < kMeasureEvery) {
     return;
+  }
   measured_step_ = plan.step;
   for (const Slot* slot : roster_.running()) {
     if (Tenant* tenant = slot->sequence->request->tenant) tenant->blocks = 0;
@@ -76,8 +77,9 @@ void Preemption::measure_blocks(const StepPlan& plan) {
     Tenant* tenant = slot->sequence->request->tenant;
     if (tenant == nullptr || slot->state != SequenceState::kRunning) continue;
     const bool first = tenant->blocks == 0;
-    for (const int32_t block : roster_.tables().blocks(roster_.index(*slot)))
+    for (const int32_t block : roster_.tables().blocks(roster_.index(*slot))) {
       tenant->blocks += Tenant::kBlock / roster_.blocks().ref_count(block);
+    }
     beyond_share(*slot) = !first && tenant->blocks > share;
   }
 }

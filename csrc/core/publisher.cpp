@@ -37,8 +37,9 @@ void Publisher::publish(const PlanRow& row, uint64_t step, uint64_t hash) {
   if (!slot.alive()) return;
   while (has_full_block(slot, row, step)) {
     const int32_t* tokens = tokens_to_publish(slot);
-    if (roster_.blocks().keeps_names()) [[unlikely]]
+    if (roster_.blocks().keeps_names()) [[unlikely]] {
       name_block(slot, tokens);
+    }
     slot.chain = roster_.blocks().publish(block_to_publish(slot), slot.prefix(), tokens, hash).id;
     slot.published_end += block_size_;
     slot.sequence->tokens.was_published(slot.tail, tokens);

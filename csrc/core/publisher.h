@@ -27,8 +27,9 @@ class Publisher {
   }
   // Whether the prefix cache could know a block more.
   bool has_full_block(const Slot& slot, const PlanRow& row, uint64_t step) const {
-    if (row.came_to_nothing(step)) [[unlikely]]
+    if (row.came_to_nothing(step)) [[unlikely]] {
       return false;
+    }
     const int32_t end = std::min(row.context_len + row.query_len, slot.num_tokens());  // the former is an upper bound
     return roster_.blocks().prefix_caching() && end - slot.published_end >= block_size_;
   }

@@ -96,12 +96,14 @@ Stats& Scheduler::stats() {
 
 void Scheduler::schedule(StepPlan& plan, int64_t now_ns) {
   const int64_t gave_way = preemption_.count();
-  if (roster_.waiting().shared()) [[unlikely]]
+  if (roster_.waiting().shared()) [[unlikely]] {
     preemption_.share_out(plan);
+  }
   const int64_t preemptions = preemption_.count();
   token_budget_ = config_.max_num_batched_tokens;
-  if (placement_ != nullptr) [[unlikely]]
+  if (placement_ != nullptr) [[unlikely]] {
     token_budget_ -= placement_->begin(plan);
+  }
   schedule_decodes(plan);
   pace_.begin(plan, prefilling_);
   if (prefilling_ > 0) schedule_prefills(plan);
@@ -110,8 +112,9 @@ void Scheduler::schedule(StepPlan& plan, int64_t now_ns) {
   roster_.compact();
   admission_.wake_siblings();
   for (const BlockCopy& copy : plan.copies) copied_from_[static_cast<size_t>(copy.target)] = -1;
-  if (placement_ != nullptr) [[unlikely]]
+  if (placement_ != nullptr) [[unlikely]] {
     placement_->end(plan);
+  }
   if (pace_.costs().known()) plan.predicted_ns = pace_.predict(plan);
 }
 
@@ -145,8 +148,9 @@ void Scheduler::schedule(StepPlan& plan, int64_t now_ns) {
 }
 
 [[gnu::always_inline]] inline bool Scheduler::add_decode(Slot& slot, StepPlan& plan) {
-  if (slot.extras) [[unlikely]]
+  if (slot.extras) [[unlikely]] {
     return add_decode_extras(slot, plan);
+  }
   if (!reserve(slot, slot.computed + 1, plan)) return false;
   add_row(slot, 1, /*from_device=*/true, plan);
   return true;
@@ -326,8 +330,9 @@ inline void Scheduler::retire_rows(const StepPlan& plan, Outbox& outbox, OnPlain
     if (!row.came_to_nothing(plan.step)) slot.pending = static_cast<int8_t>(slot.pending - row.num_appends);
     on_row(row, slot);
     // What is or was on the host waits for its worker, too: Placement::advance() settles it.
-    if (slot.in_flight == 0 && slot.state != SequenceState::kRunning && !roster_.on_host(row.slot))
+    if (slot.in_flight == 0 && slot.state != SequenceState::kRunning && !roster_.on_host(row.slot)) {
       roster_.settle(*slot.sequence, &outbox);
+    }
   }
   for (const int32_t block : plan.held_blocks) roster_.blocks().release(block);
   roster_.compact();
@@ -335,8 +340,9 @@ inline void Scheduler::retire_rows(const StepPlan& plan, Outbox& outbox, OnPlain
 
 void Scheduler::commit(StepPlan& plan, StepResults results, Outbox& outbox, int64_t now_ns) {
   publisher_.publish(plan);
-  if (plan.host_rows.any()) [[unlikely]]
+  if (plan.host_rows.any()) [[unlikely]] {
     placement_->retired(plan);
+  }
   std::vector<OutputEvent>& events = outbox.filling().events;
   int64_t plain_tokens = 0;
   // A token that neither ends its sequence nor fills what the slot has for it: the sequence itself is not touched.
@@ -364,15 +370,17 @@ void Scheduler::commit(StepPlan& plan, StepResults results, Outbox& outbox, int6
     } else {
       roster_.append(slot, *tokens, outbox, now_ns);
     }
-    if (row.host_place >= 0) [[unlikely]]
+    if (row.host_place >= 0) [[unlikely]] {
       placement_->note_tokens(first, outbox);
+    }
   });
   plain_tokens_ += plain_tokens;
 }
 
 void Scheduler::fail_step(StepPlan& plan, Outbox& outbox, int64_t now_ns) {
-  if (plan.host_rows.any()) [[unlikely]]
+  if (plan.host_rows.any()) [[unlikely]] {
     placement_->failed(plan, outbox, now_ns);
+  }
   retire_rows(
       plan, outbox, [](Slot&) { return false; },
       [&](const PlanRow&, Slot& slot) {

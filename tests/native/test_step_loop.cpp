@@ -370,8 +370,9 @@ TEST(a_step_takes_the_first_variant_that_serves_its_needs) {
   std::vector<Needs> launched;
   const auto variants = [&](std::vector<Needs> all) {
     std::vector<GraphVariant> result;
-    for (const Needs needs : all)
+    for (const Needs needs : all) {
       result.push_back({needs, device.add_graph([&launched, needs] { launched.push_back(needs); }, 0ns)});
+    }
     return result;
   };
   GraphExecutor::Graphs graphs;

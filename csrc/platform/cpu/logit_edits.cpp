@@ -26,8 +26,9 @@ void SlotEdits::begin(std::span<const int32_t> entries, int64_t vocab) {
   *this = {};
   for_each_entry(entries, [&](uint32_t kind, std::span<const int32_t> words) {
     const auto keep = [&](std::vector<int32_t>& list) { list.assign(words.begin(), words.end()); };
-    if (kind == kParameters && words.size_bytes() == sizeof parameters)
+    if (kind == kParameters && words.size_bytes() == sizeof parameters) {
       std::memcpy(static_cast<void*>(&parameters), words.data(), sizeof parameters);
+    }
     if (kind == kTokenHistory) keep(history);
     if (kind == kBias) keep(bias);
     if (kind == kBannedWords) keep(banned);

@@ -256,8 +256,9 @@ void HostWorkers::Shared::attend_batch(std::span<SlotJob* const> batch, std::spa
   std::ranges::transform(batch, jobs.begin(), [](const SlotJob* slot) { return slot->job; });
   MoveStatus status = config.link->start(jobs) ? MoveStatus::kPending : MoveStatus::kFailed;
   // A batch under way is waited for whoever closes: it writes to memory.
-  while (status == MoveStatus::kPending && (status = config.link->poll()) == MoveStatus::kPending)
+  while (status == MoveStatus::kPending && (status = config.link->poll()) == MoveStatus::kPending) {
     std::this_thread::sleep_for(kMailboxNap);
+  }
   const auto result = status == MoveStatus::kDone ? HostAttentionStatus::kDone : HostAttentionStatus::kFailed;
   int64_t seen = 0;
   for (const HostAttentionJob& job : jobs) seen += tokens_of(job);
