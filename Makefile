@@ -22,7 +22,8 @@ BIN := $(VENV)/bin
 CORE := $(VENV)/.core
 PACKAGES := $(VENV)/.packages
 TOOLS := $(VENV)/.installed
-NATIVE := $(wildcard csrc/*/*) CMakeLists.txt pyproject.toml constraints.txt
+NATIVE := $(shell find csrc -type f) CMakeLists.txt pyproject.toml constraints.txt
+FORMATTED = $(shell find csrc tests/native -name '*.cpp' -o -name '*.h' -o -name '*.inl')
 SANITIZED = $(BIN)/cmake -S . -B build/$(1) -G Ninja -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN))/ninja \
 	-DCMAKE_BUILD_TYPE=Debug -DCMAKE_CXX_FLAGS=$(3) -DASYNCENGINE_TESTS=ON -DASYNCENGINE_WERROR=ON -DASYNCENGINE_UNITY=ON \
 	-DASYNCENGINE_SANITIZE=$(2) >/dev/null && $(BIN)/cmake --build build/$(1) && build/$(1)/core_tests
@@ -60,6 +61,7 @@ test: lint native pytest
 lint: install
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/clang-format --dry-run --Werror $(FORMATTED)
 	$(BIN)/mypy
 
 # The C++ core without Python, under the sanitizers: one build's tests, which mostly wait, run while the other compiles.

@@ -156,8 +156,8 @@ class StepBatch:
 class CpuLinear:
     """Addresses of weights [rows[i], k] and biases [rows[i]] (0: none); the caller keeps the memory.
 
-    With ``panels`` weights are [rows[i] / lanes, words of k, lanes], a word holding 4 bytes of a row; rows[i] is
-    rounded up to 2 * lanes, k to a multiple of panel_steps(dtype) with zeros.
+    With ``panels`` weights are [rows[i] / vector_width, words of k, vector_width], a word holding 4 bytes of a row;
+    rows[i] is rounded up to 2 * vector_width, k to a multiple of panel_steps(dtype) with zeros.
     """
 
     def __init__(
@@ -189,7 +189,7 @@ class CpuKernels:
     def available_isas() -> list[str]: ...
     isa: Final[str]
     num_threads: Final[int]
-    lanes: Final[int]
+    vector_width: Final[int]
     def panel_steps(self, dtype: Dtype, /) -> int: ...
     def linear(self, weights: CpuLinear, x: int, x_stride: int, rows: int, y: int, y_float32: bool, /) -> None: ...
     def norm_linear(
@@ -280,7 +280,8 @@ class CpuKernels:
 # ---- block manager and scheduler, without their thread: for tests and bench/core ----
 
 class HybridConfig:
-    """Settings of sequences that decode on the host (csrc/core/scheduler.h). A wrong count raises ValueError."""
+    """Settings of sequences that decode on the host (csrc/core/hybrid/hybrid_config.h). A wrong count raises
+    ValueError."""
 
     def __init__(
         self, *, lanes: int = 0, layers: int = 0, workers: int = 1, attend_ns: float = 0.0, exchange_ns: float = 0.0,
@@ -509,7 +510,7 @@ class HostPool:
         """Address of block_bytes."""
 
 class HostExchange:
-    """Memory through which the device and the host pass heads of host rows (csrc/platform/host_exchange.h)."""
+    """Memory through which the device and the host pass heads of host rows (csrc/platform/host/host_exchange.h)."""
 
     def __init__(
         self,
@@ -542,7 +543,7 @@ class GraphLink:
     def __init__(self, device: CudaDevice, jobs: LinkJobs, block_size: int, graphs: CudaGraphs, graph: int) -> None: ...
 
 class HostWorkers:
-    """Threads that attend for host rows (csrc/platform/host_workers.h)."""
+    """Threads that attend for host rows (csrc/platform/host/host_workers.h)."""
 
     def __init__(
         self, exchange: HostExchange, *, pool: HostPool, block_size: int, transposed_keys: bool,
@@ -629,7 +630,7 @@ class SequenceNews(
     host_tokens: int  # of ``tokens``, those made while the sequence decoded on the host
 
 class CpuLanes:
-    """Lanes of the CPU's steps (csrc/platform/cpu_lanes.h)."""
+    """Lanes of the CPU's steps (csrc/platform/cpu/lanes.h)."""
 
     def __init__(
         self, *, dtype: Dtype, num_slots: int, num_q_heads: int, num_kv_heads: int, head_dim: int, hidden_size: int

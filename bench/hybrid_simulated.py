@@ -4,10 +4,10 @@
 
 Every figure is SIMULATED. A step takes the bytes of the weights, and those of the keys and values of all rows on the
 device, at the card's bandwidth, and a fixed time for launches; with lanes also what their crossing takes over the link.
-A row on the host passes a stage of the model in a step if a lane of that stage is free (csrc/core/host_rows.h); between
-two stages one of the workers reads its keys and values at that worker's share of the host's bandwidth. Prompts, moves,
-multiplications and the growth of contexts are left out. There are as many rows on the host as add most, within its
-memory.
+A row on the host passes a stage of the model in a step if a lane of that stage is free (csrc/core/hybrid/host_rows.h);
+between two stages one of the workers reads its keys and values at that worker's share of the host's bandwidth.
+Prompts, moves, multiplications and the growth of contexts are left out. There are as many rows on
+the host as add most, within its memory.
 """
 
 from __future__ import annotations

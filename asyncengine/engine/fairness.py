@@ -6,7 +6,7 @@ goes before it. A tenant's own requests of one priority are never served out of 
 notices nothing.
 
 The order decides who starts. Slots and blocks that a tenant holds already are the core's affair
-(csrc/core/scheduler_shares.cpp): the core gets a number for each tenant, and while several have requests, a tenant that
+(csrc/core/preemption.cpp): the core gets a number for each tenant, and while several have requests, a tenant that
 holds more than an equal share of the slots or of the KV blocks gives some back to those that wait.
 """
 

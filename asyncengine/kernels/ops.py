@@ -163,7 +163,7 @@ class Ops(Protocol[BatchT, ResidualT, HandleT]):
         """Exchange rows behind ``attention`` x of ``heads``: rows that decode on the host leave the step, and others
         enter it.
 
-        csrc/core/host_rows.h says how. It does nothing for a step without lanes.
+        csrc/core/hybrid/host_rows.h says how. It does nothing for a step without lanes.
         """
 
     def keep_sampled(self, x: Tensor, residual: ResidualT, batch: BatchT) -> Tensor:

@@ -8,9 +8,10 @@ namespace asyncengine {
 namespace {
 
 StagingMode staging_mode(const std::string& name) {
-  static const std::map<std::string, StagingMode> modes{
-      {"pageable", StagingMode::kPageable}, {"pinned", StagingMode::kPinned},
-      {"mapped", StagingMode::kMapped}, {"ahead", StagingMode::kAhead}};
+  static const std::map<std::string, StagingMode> modes{{"pageable", StagingMode::kPageable},
+                                                        {"pinned", StagingMode::kPinned},
+                                                        {"mapped", StagingMode::kMapped},
+                                                        {"ahead", StagingMode::kAhead}};
   const auto found = modes.find(name);
   require(found != modes.end(), "staging must be pageable, pinned, mapped or ahead");
   return found->second;
@@ -106,38 +107,48 @@ void bind_device(py::module_& m) {
       .def(py::init([](int32_t vocab_size, int32_t first_token, double step_latency_us, double token_latency_us, bool read_kv) {
              require(0 <= first_token && first_token < vocab_size, "first_token must be in [0, vocab_size)");
              const auto ns = [](double us) { return std::chrono::nanoseconds(static_cast<int64_t>(us * 1000)); };
-             return OwnedSimulation(new Simulation(
-                 SimulatedModelConfig{vocab_size, first_token, ns(step_latency_us), ns(token_latency_us), read_kv}));
+             return OwnedSimulation(
+                 new Simulation(SimulatedModelConfig{vocab_size, first_token, ns(step_latency_us), ns(token_latency_us), read_kv}));
            }),
            py::kw_only(), py::arg("vocab_size"), py::arg("first_token") = 0, py::arg("step_latency_us") = 0.0,
            py::arg("token_latency_us") = 0.0, py::arg("read_kv") = true)
       .def("add_graph", &add_simulated_graph, py::arg("body"))
       .def("refuse_pinning", [](Simulation& self) { self.device.refuse_pinning(); })
-      .def("fail_at", [](Simulation& self, int64_t nth_launch) { self.device.fail_at(nth_launch); }, py::arg("nth_launch"), NoGil())
-      .def("hang_at", [](Simulation& self, int64_t nth_launch) { self.device.hang_at(nth_launch); }, py::arg("nth_launch"), NoGil())
-      .def("fail_call", [](Simulation& self, const std::string& call, int64_t nth, int error) {
-        static const std::map<std::string, SimulatedDevice::Call> calls{
-            {"copy", SimulatedDevice::Call::kCopy}, {"graph_launch", SimulatedDevice::Call::kGraphLaunch},
-            {"event_record", SimulatedDevice::Call::kEventRecord}, {"wait_event", SimulatedDevice::Call::kWaitEvent}};
-        const auto found = calls.find(call);
-        require(found != calls.end(), "call must be copy, graph_launch, event_record or wait_event");
-        self.device.fail_call(found->second, nth, error);
-      }, py::arg("call"), py::arg("nth") = 0, py::arg("error") = kCudaErrorMemoryAllocation, NoGil())
-      .def("resume", [](Simulation& self) { self.device.resume(); }, NoGil())
-      .def("next_token", [](const Simulation& self, const std::vector<int32_t>& tokens, float temperature, uint64_t seed) {
-        SamplingState sampling;
-        sampling.temperature = temperature;
-        sampling.seed = seed;
-        return SimulatedModel::next_token(self.config, tokens, sampling);
-      }, py::arg("tokens"), py::arg("temperature") = 0.f, py::arg("seed") = 0);
+      .def(
+          "fail_at", [](Simulation& self, int64_t nth_launch) { self.device.fail_at(nth_launch); }, py::arg("nth_launch"), NoGil())
+      .def(
+          "hang_at", [](Simulation& self, int64_t nth_launch) { self.device.hang_at(nth_launch); }, py::arg("nth_launch"), NoGil())
+      .def(
+          "fail_call",
+          [](Simulation& self, const std::string& call, int64_t nth, int error) {
+            static const std::map<std::string, SimulatedDevice::Call> calls{{"copy", SimulatedDevice::Call::kCopy},
+                                                                            {"graph_launch", SimulatedDevice::Call::kGraphLaunch},
+                                                                            {"event_record", SimulatedDevice::Call::kEventRecord},
+                                                                            {"wait_event", SimulatedDevice::Call::kWaitEvent}};
+            const auto found = calls.find(call);
+            require(found != calls.end(), "call must be copy, graph_launch, event_record or wait_event");
+            self.device.fail_call(found->second, nth, error);
+          },
+          py::arg("call"), py::arg("nth") = 0, py::arg("error") = kCudaErrorMemoryAllocation, NoGil())
+      .def(
+          "resume", [](Simulation& self) { self.device.resume(); }, NoGil())
+      .def(
+          "next_token",
+          [](const Simulation& self, const std::vector<int32_t>& tokens, float temperature, uint64_t seed) {
+            SamplingState sampling;
+            sampling.temperature = temperature;
+            sampling.seed = seed;
+            return SimulatedModel::next_token(self.config, tokens, sampling);
+          },
+          py::arg("tokens"), py::arg("temperature") = 0.f, py::arg("seed") = 0);
 
   py::class_<CudaDevice>(m, "CudaDevice")
-      .def(py::init([](const std::string& libcudart, int ordinal) {
-             return CudaDevice{loaded_cuda_runtime(libcudart), ordinal};
-           }), py::arg("libcudart"), py::arg("ordinal"))
-      .def_static("simulated", [](const Simulation& simulation) {
-        return CudaDevice{SimulatedDevice::runtime(), simulation.device.ordinal()};
-      }, py::arg("device"), py::keep_alive<0, 1>());
+      .def(py::init([](const std::string& libcudart, int ordinal) { return CudaDevice{loaded_cuda_runtime(libcudart), ordinal}; }),
+           py::arg("libcudart"), py::arg("ordinal"))
+      .def_static(
+          "simulated",
+          [](const Simulation& simulation) { return CudaDevice{SimulatedDevice::runtime(), simulation.device.ordinal()}; },
+          py::arg("device"), py::keep_alive<0, 1>());
 
   py::class_<Staging, std::shared_ptr<Staging>>(m, "Staging")
       .def(py::init(&make_staging), py::arg("device"), py::arg("config"), py::arg("mode"), py::keep_alive<1, 2>())
@@ -151,34 +162,45 @@ void bind_device(py::module_& m) {
       .def_property_readonly("output", [](const Staging& s) { return reinterpret_cast<Address>(s.output(0)); })
       .def_property_readonly("masks", [](const Staging& s) { return reinterpret_cast<Address>(s.masks().row(0)); })
       .def_property_readonly("mask_stride", [](const Staging& s) { return MaskBoard::stride(s.masks().mask_words()); })
-      .def("set_device_buffers", [](Staging& s, Address input, Address output) {
-        s.set_device_buffers({pointer<std::byte>(input), pointer<int64_t>(output)});
-      }, py::arg("input"), py::arg("output"));
+      .def(
+          "set_device_buffers",
+          [](Staging& s, Address input, Address output) {
+            s.set_device_buffers({pointer<std::byte>(input), pointer<int64_t>(output)});
+          },
+          py::arg("input"), py::arg("output"));
 
   py::class_<HostPool, std::shared_ptr<HostPool>>(m, "HostPool")
       .def(py::init([](const CudaDevice& device, size_t block_bytes, int32_t num_blocks, int32_t max_moves) {
              require(block_bytes >= 1 && max_moves >= 1 && num_blocks >= max_moves, "a pool holds one transfer at least");
              return make_process_owned<HostPool>(device.cuda, device.ordinal, block_bytes, num_blocks, max_moves);
-           }), py::arg("device"), py::arg("block_bytes"), py::arg("num_blocks"), py::arg("max_moves"), py::keep_alive<1, 2>(), NoGil())
+           }),
+           py::arg("device"), py::arg("block_bytes"), py::arg("num_blocks"), py::arg("max_moves"), py::keep_alive<1, 2>(), NoGil())
       .def_property_readonly("num_blocks", &HostPool::num_blocks)
       .def_property_readonly_static("transfers", [](const py::object&) { return BlockMover::kTransfers; })
       .def_static("brings_in", &BlockMover::brings_in, py::arg("transfer"))
       .def_property_readonly("list_words", &HostPool::list_words)
-      .def("list", [](const HostPool& pool, int i) { return reinterpret_cast<Address>(pool.list(i)); }, py::arg("transfer"))
-      .def("set_gathered", [](HostPool& pool, Address memory) { pool.set_gathered(pointer<std::byte>(memory)); }, py::arg("memory"))
-      .def("block", [](const HostPool& pool, int32_t host) { return reinterpret_cast<Address>(pool.block(host)); }, py::arg("host"));
+      .def(
+          "list", [](const HostPool& pool, int i) { return reinterpret_cast<Address>(pool.list(i)); }, py::arg("transfer"))
+      .def(
+          "set_gathered", [](HostPool& pool, Address memory) { pool.set_gathered(pointer<std::byte>(memory)); }, py::arg("memory"))
+      .def(
+          "block", [](const HostPool& pool, int32_t host) { return reinterpret_cast<Address>(pool.block(host)); }, py::arg("host"));
 
   py::class_<CudaGraphs, std::shared_ptr<CudaGraphs>>(m, "CudaGraphs")
       .def(py::init([](const CudaDevice& device) { return make_process_owned<CudaGraphs>(device.cuda); }), py::arg("device"),
            py::keep_alive<1, 2>())
       .def("add_bucket", &CudaGraphs::add_bucket, py::arg("max_rows"), py::arg("max_tokens"), py::arg("single_token_rows"),
            py::arg("max_context"), py::arg("variants"), py::arg("lanes") = 0)
-      .def("set_copy_blocks", [](CudaGraphs& self, Address graph) { self.copy_blocks = self.instantiate(graph); }, py::arg("graph"))
-      .def("set_host_pool", [](CudaGraphs& self, std::shared_ptr<HostPool> pool, const std::vector<Address>& moves) {
-        require(moves.size() == self.moves.size(), "a graph for each transfer");
-        self.host_pool = std::move(pool);
-        for (size_t i = 0; i < moves.size(); ++i) self.moves[i] = self.instantiate(moves[i]);
-      }, py::arg("pool"), py::arg("moves"))
+      .def(
+          "set_copy_blocks", [](CudaGraphs& self, Address graph) { self.copy_blocks = self.instantiate(graph); }, py::arg("graph"))
+      .def(
+          "set_host_pool",
+          [](CudaGraphs& self, std::shared_ptr<HostPool> pool, const std::vector<Address>& moves) {
+            require(moves.size() == self.moves.size(), "a graph for each transfer");
+            self.host_pool = std::move(pool);
+            for (size_t i = 0; i < moves.size(); ++i) self.moves[i] = self.instantiate(moves[i]);
+          },
+          py::arg("pool"), py::arg("moves"))
       .def("upload", &CudaGraphs::upload, py::arg("cuda_stream"), NoGil())
       .def("launch", &CudaGraphs::launch, py::arg("bucket"), py::arg("needs"), py::arg("cuda_stream"), NoGil());
 }

@@ -12,27 +12,24 @@
 #include <tuple>
 #include <vector>
 
-#include "platform/cpu_kernels.h"
-#include "platform/cpu_lanes.h"
+#include "platform/cpu/kernels.h"
+#include "platform/cpu/lanes.h"
 #include "step_loop/callback_executor.h"
 
 namespace asyncengine {
 namespace {
 
-int32_t max_blocks(const SchedulerConfig& config) {
-  return (config.max_model_len + config.block_size - 1) / config.block_size;
-}
+int32_t max_blocks(const SchedulerConfig& config) { return (config.max_model_len + config.block_size - 1) / config.block_size; }
 
 std::chrono::nanoseconds microseconds(double us) { return std::chrono::nanoseconds(static_cast<int64_t>(us * 1000)); }
 
-OwnedStepLoop make_simulated_loop(const StepLoopConfig& config, Simulation& simulation,
-                                                          double poll_interval_us) {
+OwnedStepLoop make_simulated_loop(const StepLoopConfig& config, Simulation& simulation, double poll_interval_us) {
   require(simulation.model == nullptr, "a simulated device runs one step loop in its life");
   const SchedulerConfig& s = config.scheduler;
-  simulation.model = std::make_unique<SimulatedModel>(simulation.device, simulation.config, StepLoop::limits(config),
-                                                      s.num_blocks, s.block_size, max_blocks(s));
-  auto executor = simulation.model->make_executor(config.steps_in_flight, microseconds(poll_interval_us),
-                                                  StagingMode::kAhead, s.num_host_blocks);
+  simulation.model = std::make_unique<SimulatedModel>(simulation.device, simulation.config, StepLoop::limits(config), s.num_blocks,
+                                                      s.block_size, max_blocks(s));
+  auto executor = simulation.model->make_executor(config.steps_in_flight, microseconds(poll_interval_us), StagingMode::kAhead,
+                                                  s.num_host_blocks);
   return OwnedStepLoop(new StepLoop(config, std::move(executor)));
 }
 
@@ -44,19 +41,18 @@ void require_buckets(const std::vector<GraphBucket>& buckets, int32_t lanes, con
           "the last bucket must fit every step");
 }
 
-OwnedStepLoop make_cuda_loop(const StepLoopConfig& config, const CudaDevice& device,
-                                                     std::shared_ptr<Staging> staging, std::shared_ptr<CudaGraphs> graphs,
-                                                     py::object eager, Address cuda_stream, double poll_interval_us,
-                                                     std::shared_ptr<HostWorkers> host_workers) {
+OwnedStepLoop make_cuda_loop(const StepLoopConfig& config, const CudaDevice& device, std::shared_ptr<Staging> staging,
+                             std::shared_ptr<CudaGraphs> graphs, py::object eager, Address cuda_stream, double poll_interval_us,
+                             std::shared_ptr<HostWorkers> host_workers) {
   require(staging->num_steps() == config.steps_in_flight, "staging is for another number of steps in flight");
   require(!graphs->buckets.empty(), "there is no bucket");
   const int32_t host_blocks = graphs->host_pool != nullptr ? graphs->host_pool->num_blocks() : 0;
   require(config.scheduler.num_host_blocks == host_blocks, "num_host_blocks must be those of the graphs' host pool");
   const HybridConfig& hybrid = config.scheduler.hybrid;
-  require(hybrid.lanes == 0 || (host_workers != nullptr && host_workers->num_layers() == hybrid.layers),
+  require(!hybrid.any() || (host_workers != nullptr && host_workers->num_layers() == hybrid.layers),
           "host rows need host_workers that attend in as many layers");
   require_buckets(graphs->buckets, 0, StepLoop::limits(config));
-  if (hybrid.lanes > 0) require_buckets(graphs->buckets, hybrid.lanes, StepLoop::limits(config));
+  if (hybrid.any()) require_buckets(graphs->buckets, hybrid.lanes, StepLoop::limits(config));
   GraphExecutor::Graphs all = executor_graphs(device, std::move(graphs), std::move(eager), cuda_stream);
   all.host_attention = std::move(host_workers);
   auto executor = std::make_unique<GraphExecutor>(device.cuda, device.ordinal, std::move(staging), std::move(all),
@@ -80,7 +76,9 @@ class GilProbe : public std::enable_shared_from_this<GilProbe> {
 
  private:
   void ask() {
-    { py::gil_scoped_acquire gil; }
+    {
+      py::gil_scoped_acquire gil;
+    }
     const int64_t waited = steady_now_ns() - asked_ns_.load(std::memory_order_relaxed);
     if (waited > kContention) total_ns_.fetch_add(waited, std::memory_order_relaxed);
     asking_.store(false, std::memory_order_release);
@@ -107,11 +105,11 @@ std::shared_ptr<HostAttention> make_workers(const CpuHostRows& rows, const HostM
 // `forward(batch)` returns the address of float32 logits [num_samples, vocab_size], then the address and the width of
 // float32 vectors [num_samples, width], for samples that need one. It is the only Python that a step runs, on the
 // executor's thread; sampling follows without the GIL.
-OwnedStepLoop make_cpu_loop(const StepLoopConfig& config, py::function forward,
-                                                    std::shared_ptr<CpuKernels> kernels, int64_t vocab_size,
-                                                    const std::vector<std::pair<Address, size_t>>& kv_regions,
-                                                    std::optional<CpuHostRows> host_rows) {
-  auto step = [run = callback(std::move(forward)), kernels = std::move(kernels), vocab_size](const StepBatch& batch, int32_t* tokens) {
+OwnedStepLoop make_cpu_loop(const StepLoopConfig& config, py::function forward, std::shared_ptr<CpuKernels> kernels,
+                            int64_t vocab_size, const std::vector<std::pair<Address, size_t>>& kv_regions,
+                            std::optional<CpuHostRows> host_rows) {
+  auto step = [run = callback(std::move(forward)), kernels = std::move(kernels), vocab_size](const StepBatch& batch,
+                                                                                             int32_t* tokens) {
     std::tuple<Address, Address, size_t> answer;
     {
       py::gil_scoped_acquire gil;
@@ -127,12 +125,11 @@ OwnedStepLoop make_cpu_loop(const StepLoopConfig& config, py::function forward,
   };
   std::vector<CallbackExecutor::BlockRegion> regions;
   for (const auto& [base, bytes_per_block] : kv_regions) regions.push_back({pointer<std::byte>(base), bytes_per_block});
-  auto executor = std::make_unique<CallbackExecutor>(StepLoop::limits(config), max_blocks(config.scheduler),
-                                                     config.scheduler.block_size, config.steps_in_flight,
-                                                     std::move(regions), CpuSampler::kNeeds | kNeedVector | kNeedMean, std::move(step),
-                                                     [probe = std::make_shared<GilProbe>()](int64_t now) { return probe->held_up_ns(now); },
-                                                     config.scheduler.num_host_blocks);
-  if (config.scheduler.hybrid.lanes > 0) {
+  auto executor = std::make_unique<CallbackExecutor>(
+      StepLoop::limits(config), max_blocks(config.scheduler), config.scheduler.block_size, config.steps_in_flight,
+      std::move(regions), CpuSampler::kNeeds | kNeedVector | kNeedMean, std::move(step),
+      [probe = std::make_shared<GilProbe>()](int64_t now) { return probe->held_up_ns(now); }, config.scheduler.num_host_blocks);
+  if (config.scheduler.hybrid.any()) {
     require(host_rows.has_value(), "lanes need host_rows");
     executor->attend_on_host_with(make_workers(*host_rows, *executor->mover(), config.scheduler.block_size));
   }
@@ -286,12 +283,20 @@ std::tuple<int32_t, py::bytes, py::bytes, py::bytes> block_map(StepLoop& loop) {
 }
 
 StepLoopConfig make_loop_config(const SchedulerConfig& scheduler, int steps_in_flight, int64_t max_queued_requests,
-                                int64_t max_queued_tokens, double priority_ageing_s, double step_timeout_s,
-                                bool late_launch, std::string disk_path, std::string fingerprint, int64_t disk_bytes) {
+                                int64_t max_queued_tokens, double priority_ageing_s, double step_timeout_s, bool late_launch,
+                                std::string disk_path, std::string fingerprint, int64_t disk_bytes) {
   require(steps_in_flight >= 1 && steps_in_flight <= SchedulerConfig::kMostStepsInFlight, "steps_in_flight must be 1 to 8");
   const auto nanoseconds = [](double s) { return std::chrono::nanoseconds(static_cast<int64_t>(s * 1e9)); };
-  return {scheduler, steps_in_flight, max_queued_requests, max_queued_tokens, nanoseconds(priority_ageing_s),
-          nanoseconds(step_timeout_s), late_launch, std::move(disk_path), std::move(fingerprint), disk_bytes};
+  return {scheduler,
+          steps_in_flight,
+          max_queued_requests,
+          max_queued_tokens,
+          nanoseconds(priority_ageing_s),
+          nanoseconds(step_timeout_s),
+          late_launch,
+          std::move(disk_path),
+          std::move(fingerprint),
+          disk_bytes};
 }
 
 }  // namespace
@@ -299,18 +304,24 @@ StepLoopConfig make_loop_config(const SchedulerConfig& scheduler, int steps_in_f
 void bind_engine(py::module_& m) {
   bind_news(m);
   py::class_<CpuLanes, std::shared_ptr<CpuLanes>>(m, "CpuLanes")
-      .def(py::init([](Dtype dtype, int32_t num_slots, int32_t num_q_heads, int32_t num_kv_heads, int32_t head_dim, int32_t hidden_size) {
+      .def(py::init([](Dtype dtype, int32_t num_slots, int32_t num_q_heads, int32_t num_kv_heads, int32_t head_dim,
+                       int32_t hidden_size) {
              return std::make_shared<CpuLanes>(host_shape(dtype, num_slots, num_q_heads, num_kv_heads, head_dim), hidden_size);
-           }), py::kw_only(), py::arg("dtype"), py::arg("num_slots"), py::arg("num_q_heads"), py::arg("num_kv_heads"),
+           }),
+           py::kw_only(), py::arg("dtype"), py::arg("num_slots"), py::arg("num_q_heads"), py::arg("num_kv_heads"),
            py::arg("head_dim"), py::arg("hidden_size"))
-      .def("exchange", [](CpuLanes& self, StepBatch& batch, int32_t layer, Address heads, Address x, Address residual) {
-        self.exchange(batch, layer, pointer<std::byte>(heads), pointer<std::byte>(x), pointer<std::byte>(residual));
-      }, py::arg("batch"), py::arg("layer"), py::arg("heads"), py::arg("x"), py::arg("residual"), NoGil());
+      .def(
+          "exchange",
+          [](CpuLanes& self, StepBatch& batch, int32_t layer, Address heads, Address x, Address residual) {
+            self.exchange(batch, layer, pointer<std::byte>(heads), pointer<std::byte>(x), pointer<std::byte>(residual));
+          },
+          py::arg("batch"), py::arg("layer"), py::arg("heads"), py::arg("x"), py::arg("residual"), NoGil());
   py::class_<CpuHostRows>(m, "CpuHostRows")
       .def(py::init([](std::shared_ptr<CpuLanes> lanes, HostLayerTuples layers, int num_workers, std::string isa) {
              require(num_workers >= 1 && !layers.empty(), "a worker and a layer at least");
              return CpuHostRows{std::move(lanes), std::move(layers), num_workers, std::move(isa)};
-           }), py::kw_only(), py::arg("lanes"), py::arg("layers"), py::arg("num_workers"), py::arg("isa"));
+           }),
+           py::kw_only(), py::arg("lanes"), py::arg("layers"), py::arg("num_workers"), py::arg("isa"));
   py::enum_<SubmitResult>(m, "SubmitResult")
       .value("accepted", SubmitResult::kAccepted)
       .value("queue_full", SubmitResult::kQueueFull)
@@ -320,13 +331,13 @@ void bind_engine(py::module_& m) {
       .value("unserved", SubmitResult::kUnserved);
 
   py::class_<StepLoopConfig>(m, "StepLoopConfig")
-      .def(py::init(&make_loop_config), py::kw_only(), py::arg("scheduler"), py::arg("steps_in_flight"), py::arg("max_queued_requests"),
-           py::arg("max_queued_tokens"), py::arg("priority_ageing_s"), py::arg("step_timeout_s"), py::arg("late_launch"),
-           py::arg("disk_path") = "", py::arg("fingerprint") = "", py::arg("disk_bytes") = 0);
+      .def(py::init(&make_loop_config), py::kw_only(), py::arg("scheduler"), py::arg("steps_in_flight"),
+           py::arg("max_queued_requests"), py::arg("max_queued_tokens"), py::arg("priority_ageing_s"), py::arg("step_timeout_s"),
+           py::arg("late_launch"), py::arg("disk_path") = "", py::arg("fingerprint") = "", py::arg("disk_bytes") = 0);
 
   py::class_<StepLoop, OwnedStepLoop>(m, "StepLoop")
-      .def_static("on_simulated_device", &make_simulated_loop, py::arg("config"), py::arg("device"),
-                  py::arg("poll_interval_us"), py::keep_alive<0, 2>())
+      .def_static("on_simulated_device", &make_simulated_loop, py::arg("config"), py::arg("device"), py::arg("poll_interval_us"),
+                  py::keep_alive<0, 2>())
       .def_static("on_cpu", &make_cpu_loop, py::arg("config"), py::arg("forward"), py::arg("kernels"), py::arg("vocab_size"),
                   py::arg("kv_regions"), py::arg("host_rows") = py::none())
       .def_static("on_cuda", &make_cuda_loop, py::arg("config"), py::arg("device"), py::arg("staging"), py::arg("graphs"),
@@ -334,17 +345,21 @@ void bind_engine(py::module_& m) {
                   py::keep_alive<0, 2>())
       .def("start", &StepLoop::start, py::arg("cpu") = -1)
       .def("advance", &StepLoop::advance, NoGil())
-      .def("stop", [](StepLoop& self, double limit_s) {
-        return self.stop(std::chrono::nanoseconds(static_cast<int64_t>(limit_s * 1e9)));
-      }, py::arg("limit_s"), NoGil())
-      .def("submit", [](StepLoop& self, uint64_t id, std::vector<int32_t> prompt, int32_t n, int32_t max_tokens, int32_t priority,
-                        uint64_t salt, const SamplingState& sampling, std::vector<int32_t> stop_tokens, int64_t delay_ns,
-                        bool reserved, uint64_t tenant, RequestExtras extras) {
-        return self.submit(make_spec(id, std::move(prompt), n, max_tokens, priority, salt, sampling, std::move(stop_tokens),
-                                     std::move(extras), delay_ns, reserved, tenant));
-      }, py::arg("id"), py::arg("prompt"), py::arg("n"), py::arg("max_tokens"), py::arg("priority"), py::arg("salt"),
-           py::arg("sampling"), py::arg("stop_tokens"), py::arg("delay_ns") = 0, py::arg("reserved") = false,
-           py::arg("tenant") = 0, py::arg("extras") = RequestExtras())
+      .def(
+          "stop",
+          [](StepLoop& self, double limit_s) { return self.stop(std::chrono::nanoseconds(static_cast<int64_t>(limit_s * 1e9))); },
+          py::arg("limit_s"), NoGil())
+      .def(
+          "submit",
+          [](StepLoop& self, uint64_t id, std::vector<int32_t> prompt, int32_t n, int32_t max_tokens, int32_t priority,
+             uint64_t salt, const SamplingState& sampling, std::vector<int32_t> stop_tokens, int64_t delay_ns, bool reserved,
+             uint64_t tenant, RequestExtras extras) {
+            return self.submit(make_spec(id, std::move(prompt), n, max_tokens, priority, salt, sampling, std::move(stop_tokens),
+                                         std::move(extras), delay_ns, reserved, tenant));
+          },
+          py::arg("id"), py::arg("prompt"), py::arg("n"), py::arg("max_tokens"), py::arg("priority"), py::arg("salt"),
+          py::arg("sampling"), py::arg("stop_tokens"), py::arg("delay_ns") = 0, py::arg("reserved") = false, py::arg("tenant") = 0,
+          py::arg("extras") = RequestExtras())
       .def("abort", &StepLoop::abort, py::arg("id"), py::arg("index") = -1)
       .def("drain", &drain)
       .def("take_step_error", &StepLoop::take_step_error)

@@ -2,8 +2,8 @@
 #include "bindings/host_rows.h"
 
 #include "bindings/device.h"
-#include "platform/host_pool.h"
-#include "platform/host_timing.h"
+#include "platform/host/host_pool.h"
+#include "platform/host/host_timing.h"
 #include "step_loop/graph_link.h"
 
 namespace asyncengine {
@@ -42,8 +42,12 @@ double time_attention(Dtype dtype, int32_t num_q_heads, int32_t num_kv_heads, in
                       const HostPool* pool, int32_t num_layers) {
   require(num_workers >= 1 && tokens >= 1 && num_layers >= 1, "at least one worker, one token and one layer");
   require(block_size >= 16 && block_size % 16 == 0, "block_size must be a multiple of 16");
-  HostTiming timing{.shape = host_shape(dtype, 1, num_q_heads, num_kv_heads, head_dim), .block_size = block_size,
-                    .transposed_keys = transposed_keys, .float8 = float8, .num_workers = num_workers, .tokens = tokens};
+  HostTiming timing{.shape = host_shape(dtype, 1, num_q_heads, num_kv_heads, head_dim),
+                    .block_size = block_size,
+                    .transposed_keys = transposed_keys,
+                    .float8 = float8,
+                    .num_workers = num_workers,
+                    .tokens = tokens};
   // Blocks of a model that cannot decode on the host may have other planes.
   if (pool != nullptr && pool->num_blocks() > timing.num_slots() &&
       pool->block_bytes() == static_cast<size_t>(num_layers) * timing.layer_bytes()) {
@@ -59,8 +63,11 @@ double time_attention(Dtype dtype, int32_t num_q_heads, int32_t num_kv_heads, in
 std::shared_ptr<HostWorkers> make_host_workers(std::shared_ptr<HostExchange> exchange, HostBlocks blocks,
                                                const HostLayerTuples& layers, int num_workers, const std::string& isa,
                                                std::shared_ptr<LinkAttention> link) {
-  HostWorkers::Config config{.exchange = std::move(exchange), .blocks = std::move(blocks), .layers = {},
-                             .num_workers = num_workers, .link = std::move(link)};
+  HostWorkers::Config config{.exchange = std::move(exchange),
+                             .blocks = std::move(blocks),
+                             .layers = {},
+                             .num_workers = num_workers,
+                             .link = std::move(link)};
   for (const auto& [scale, window, softcap, scales] : layers) {
     config.layers.push_back({scale, window, softcap, pointer<const float>(scales)});
   }
@@ -80,7 +87,8 @@ void bind_host_rows(py::module_& m) {
       .def(py::init([](const CudaDevice& device, int32_t max_jobs, int32_t max_blocks) {
              require(max_jobs >= 1 && max_blocks >= 1, "a job and a block at least");
              return make_process_owned<LinkJobs>(device.cuda, device.ordinal, max_jobs, max_blocks);
-           }), py::arg("device"), py::arg("max_jobs"), py::arg("max_blocks"), py::keep_alive<1, 2>())
+           }),
+           py::arg("device"), py::arg("max_jobs"), py::arg("max_blocks"), py::keep_alive<1, 2>())
       .def_property_readonly("words", &LinkJobs::words)
       .def_property_readonly("address", [](const LinkJobs& self) { return reinterpret_cast<Address>(self.data()); });
 
@@ -90,10 +98,14 @@ void bind_host_rows(py::module_& m) {
 
   py::class_<HostWorkers, std::shared_ptr<HostWorkers>>(m, "HostWorkers")
       .def(py::init(&make_pool_workers), py::arg("exchange"), py::kw_only(), py::arg("pool"), py::arg("block_size"),
-           py::arg("transposed_keys"), py::arg("layers"), py::arg("num_workers"), py::arg("isa") = "auto", py::arg("link") = py::none())
-      .def("close", [](HostWorkers& self, double limit_s) {
-        return self.close(std::chrono::nanoseconds(static_cast<int64_t>(limit_s * 1e9)));
-      }, py::arg("limit_s"), NoGil());
+           py::arg("transposed_keys"), py::arg("layers"), py::arg("num_workers"), py::arg("isa") = "auto",
+           py::arg("link") = py::none())
+      .def(
+          "close",
+          [](HostWorkers& self, double limit_s) {
+            return self.close(std::chrono::nanoseconds(static_cast<int64_t>(limit_s * 1e9)));
+          },
+          py::arg("limit_s"), NoGil());
 
   m.def("time_host_attention", &time_attention, py::arg("dtype"), py::arg("num_q_heads"), py::arg("num_kv_heads"),
         py::arg("head_dim"), py::arg("block_size"), py::arg("transposed_keys"), py::arg("num_workers"), py::arg("tokens"),

@@ -7,7 +7,7 @@
 #include <vector>
 
 #include "bindings/bindings.h"
-#include "platform/host_workers.h"
+#include "platform/host/host_workers.h"
 
 namespace asyncengine {
 

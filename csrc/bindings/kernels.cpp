@@ -8,8 +8,8 @@
 #include <vector>
 
 #include "core/step_batch.h"
-#include "platform/cpu_kernels.h"
-#include "platform/cpu_sampler.h"
+#include "platform/cpu/kernels.h"
+#include "platform/cpu/sampler.h"
 #include "platform/process_owned.h"
 
 namespace asyncengine {
@@ -23,8 +23,7 @@ struct OwnedStepBatch : StepBatch {
 
 std::shared_ptr<StepBatch> make_step_batch(std::vector<int64_t> input_ids, std::vector<int64_t> positions,
                                            std::vector<int64_t> slot_mapping, std::vector<int32_t> query_start,
-                                           std::vector<int32_t> context_len,
-                                           std::vector<std::vector<int32_t>> block_tables,
+                                           std::vector<int32_t> context_len, std::vector<std::vector<int32_t>> block_tables,
                                            std::vector<int64_t> sample_index, std::vector<int64_t> sample_position,
                                            std::vector<SamplingState> sampling) {
   const size_t tokens = input_ids.size(), rows = context_len.size();
@@ -58,7 +57,7 @@ std::shared_ptr<StepBatch> make_step_batch(std::vector<int64_t> input_ids, std::
 
 // A view of a member; `owner` keeps the batch alive. Valid until the batch is reused for another step.
 template <class T>
-auto array_property(std::vector<T> StepBatch::*member, int32_t StepBatch::*count, int extra = 0) {
+auto array_property(std::vector<T> StepBatch::* member, int32_t StepBatch::* count, int extra = 0) {
   return [member, count, extra](const py::object& owner) {
     StepBatch& batch = owner.cast<StepBatch&>();
     return py::array_t<T>({static_cast<py::ssize_t>(batch.*count + extra)}, {static_cast<py::ssize_t>(sizeof(T))},
@@ -84,13 +83,13 @@ std::shared_ptr<CpuLinear> make_linear(const std::vector<Address>& weights, cons
 
 void bind_step_batch(py::module_& m) {
   py::class_<StepBatch, std::shared_ptr<StepBatch>>(m, "StepBatch")
-      .def(py::init(&make_step_batch), py::arg("input_ids"), py::arg("positions"), py::arg("slot_mapping"),
-           py::arg("query_start"), py::arg("context_len"), py::arg("block_tables"), py::arg("sample_index"),
+      .def(py::init(&make_step_batch), py::arg("input_ids"), py::arg("positions"), py::arg("slot_mapping"), py::arg("query_start"),
+           py::arg("context_len"), py::arg("block_tables"), py::arg("sample_index"),
            py::arg("sample_position") = std::vector<int64_t>{}, py::arg("sampling") = std::vector<SamplingState>{})
       .def_readonly("num_tokens", &StepBatch::num_tokens)
       .def_readonly("num_rows", &StepBatch::num_rows)
       .def_readonly("num_samples", &StepBatch::num_samples)
-      .def_readonly("num_lanes", &StepBatch::num_lanes)
+      .def_readonly("num_lanes", &StepBatch::num_host_tokens)
       .def_readonly("needs", &StepBatch::needs)
       .def_property_readonly("input_ids", array_property(&StepBatch::input_ids, &StepBatch::num_tokens))
       .def_property_readonly("positions", array_property(&StepBatch::positions, &StepBatch::num_tokens))
@@ -101,7 +100,9 @@ void bind_step_batch(py::module_& m) {
       .def_property_readonly("means",
                              [](const StepBatch& batch) {
                                py::list rows;
-                               for (const MeanRow& mean : batch.means) rows.append(py::make_tuple(mean.row, mean.slot, mean.sample));
+                               for (const MeanRow& mean : batch.means) {
+                                 rows.append(py::make_tuple(mean.row, mean.slot, mean.sample));
+                               }
                                return rows;
                              })
       .def(
@@ -138,24 +139,20 @@ void bind_cpu_kernels(py::module_& m) {
       .value("gelu", ActivationFunction::kGelu);
 
   py::class_<CpuLinear, std::shared_ptr<CpuLinear>>(m, "CpuLinear")
-      .def(py::init(&make_linear), py::arg("weights"), py::arg("rows"), py::arg("biases"), py::arg("k"),
-           py::arg("dtype"), py::arg("panels") = false);
+      .def(py::init(&make_linear), py::arg("weights"), py::arg("rows"), py::arg("biases"), py::arg("k"), py::arg("dtype"),
+           py::arg("panels") = false);
 
   py::class_<CpuNorm>(m, "CpuNorm")
-      .def(py::init([](Address weight, Address bias, float eps) {
-             return CpuNorm{pointer(weight), pointer(bias), eps};
-           }),
+      .def(py::init([](Address weight, Address bias, float eps) { return CpuNorm{pointer(weight), pointer(bias), eps}; }),
            py::arg("weight"), py::arg("bias"), py::arg("eps"));
 
   py::class_<PagedKV>(m, "PagedKV")
-      .def(py::init([](Address k, Address v, int64_t num_kv_heads, int64_t head_dim, int64_t block_size,
-                       Address scales) {
+      .def(py::init([](Address k, Address v, int64_t num_kv_heads, int64_t head_dim, int64_t block_size, Address scales) {
              require(block_size >= 16 && block_size % 16 == 0, "block_size must be a multiple of 16");
              require(num_kv_heads >= 1 && head_dim >= 1, "num_kv_heads and head_dim must be at least 1");
              return PagedKV{pointer(k), pointer(v), num_kv_heads, head_dim, block_size, pointer<const float>(scales)};
            }),
-           py::arg("k"), py::arg("v"), py::arg("num_kv_heads"), py::arg("head_dim"), py::arg("block_size"),
-           py::arg("scales") = 0);
+           py::arg("k"), py::arg("v"), py::arg("num_kv_heads"), py::arg("head_dim"), py::arg("block_size"), py::arg("scales") = 0);
 
   py::class_<CpuKernels, std::shared_ptr<CpuKernels>>(m, "CpuKernels")
       .def(py::init([](int num_threads, const std::string& isa) { return make_process_owned<CpuKernels>(num_threads, isa); }),
@@ -163,19 +160,18 @@ void bind_cpu_kernels(py::module_& m) {
       .def_static("available_isas", &available_cpu_isas)
       .def_property_readonly("isa", &CpuKernels::isa_name)
       .def_property_readonly("num_threads", &CpuKernels::num_threads)
-      .def_property_readonly("lanes", &CpuKernels::lanes)
+      .def_property_readonly("vector_width", &CpuKernels::vector_width)
       .def("panel_steps", &CpuKernels::panel_steps)
       .def(
           "linear",
-          [](CpuKernels& self, const CpuLinear& weights, Address x, int64_t x_stride, int64_t rows, Address y,
-             bool y_float32) {
+          [](CpuKernels& self, const CpuLinear& weights, Address x, int64_t x_stride, int64_t rows, Address y, bool y_float32) {
             self.linear(weights, pointer(x), x_stride, rows, pointer(y), y_float32);
           },
           NoGil())
       .def(
           "norm_linear",
-          [](CpuKernels& self, const CpuNorm& norm, const CpuLinear& weights, Address x, Address residual, int64_t rows,
-             Address y, bool y_float32, std::optional<ActivationFunction> activated) {
+          [](CpuKernels& self, const CpuNorm& norm, const CpuLinear& weights, Address x, Address residual, int64_t rows, Address y,
+             bool y_float32, std::optional<ActivationFunction> activated) {
             std::optional<Activation> activation;
             if (activated) activation = Activation{*activated, false};
             self.norm_linear(norm, weights, pointer(x), pointer(residual), rows, pointer(y), y_float32, activation);
@@ -189,56 +185,52 @@ void bind_cpu_kernels(py::module_& m) {
           NoGil())
       .def(
           "embed",
-          [](CpuKernels& self, const CpuLinear& table, Address position_table, const StepBatch& batch, Address y,
-             float scale) { self.embed(table, pointer(position_table), batch, pointer(y), scale); },
+          [](CpuKernels& self, const CpuLinear& table, Address position_table, const StepBatch& batch, Address y, float scale) {
+            self.embed(table, pointer(position_table), batch, pointer(y), scale);
+          },
           NoGil())
       .def(
           "norm",
-          [](CpuKernels& self, Dtype dtype, Address x, int64_t x_stride, Address residual, Address weight,
-             Address bias, Address y, int64_t y_stride, int64_t tokens, int64_t heads, int64_t width,
-             float eps) {
-            self.norm(dtype,
-                      {pointer(x), pointer(residual), pointer(weight), pointer(bias), pointer(y), x_stride, y_stride,
-                       heads, width, eps},
-                      tokens);
+          [](CpuKernels& self, Dtype dtype, Address x, int64_t x_stride, Address residual, Address weight, Address bias, Address y,
+             int64_t y_stride, int64_t tokens, int64_t heads, int64_t width, float eps) {
+            self.norm(
+                dtype,
+                {pointer(x), pointer(residual), pointer(weight), pointer(bias), pointer(y), x_stride, y_stride, heads, width, eps},
+                tokens);
           },
           NoGil())
       .def(
           "activation",
           [](CpuKernels& self, Dtype dtype, ActivationFunction function, bool gated, Address x, Address y, int64_t rows,
-             int64_t width) {
-            self.activation(dtype, {function, gated}, pointer(x), pointer(y), rows, width);
-          },
+             int64_t width) { self.activation(dtype, {function, gated}, pointer(x), pointer(y), rows, width); },
           NoGil())
       .def(
           "rotary",
-          [](CpuKernels& self, Dtype dtype, Address x, int64_t token_stride, int64_t tokens, int64_t heads,
-             int64_t head_dim, Address cos_sin, Address positions) {
-            self.rotary(dtype,
-                        {pointer(x), token_stride, heads, head_dim, pointer<const float>(cos_sin),
-                         pointer<const int64_t>(positions)},
-                        tokens);
+          [](CpuKernels& self, Dtype dtype, Address x, int64_t token_stride, int64_t tokens, int64_t heads, int64_t head_dim,
+             Address cos_sin, Address positions) {
+            self.rotary(
+                dtype,
+                {pointer(x), token_stride, heads, head_dim, pointer<const float>(cos_sin), pointer<const int64_t>(positions)},
+                tokens);
           },
           NoGil())
       .def(
           "store_kv",
-          [](CpuKernels& self, Dtype dtype, Address k, int64_t k_stride, Address v, int64_t v_stride,
-             const PagedKV& cache, const StepBatch& batch) {
-            self.store_kv(dtype, pointer(k), k_stride, pointer(v), v_stride, cache, batch);
-          },
+          [](CpuKernels& self, Dtype dtype, Address k, int64_t k_stride, Address v, int64_t v_stride, const PagedKV& cache,
+             const StepBatch& batch) { self.store_kv(dtype, pointer(k), k_stride, pointer(v), v_stride, cache, batch); },
           NoGil())
       .def(
           "paged_attention",
-          [](CpuKernels& self, Dtype dtype, Address q, int64_t q_stride, int64_t tokens, int64_t num_q_heads,
-             Address out, const PagedKV& cache, const StepBatch& batch, float scale, int64_t window, float softcap) {
-            self.paged_attention(dtype, pointer(q), q_stride, tokens, num_q_heads, pointer(out), cache, batch, scale,
-                                 window, softcap);
+          [](CpuKernels& self, Dtype dtype, Address q, int64_t q_stride, int64_t tokens, int64_t num_q_heads, Address out,
+             const PagedKV& cache, const StepBatch& batch, float scale, int64_t window, float softcap) {
+            self.paged_attention(dtype, pointer(q), q_stride, tokens, num_q_heads, pointer(out), cache, batch, scale, window,
+                                 softcap);
           },
           NoGil())
       .def(
           "attention",
-          [](CpuKernels& self, Dtype dtype, Address heads, int64_t tokens, int64_t num_q_heads, Address out,
-             const PagedKV& cache, const StepBatch& batch, float scale, int64_t window, float softcap) {
+          [](CpuKernels& self, Dtype dtype, Address heads, int64_t tokens, int64_t num_q_heads, Address out, const PagedKV& cache,
+             const StepBatch& batch, float scale, int64_t window, float softcap) {
             require(tokens == batch.num_tokens, "heads must be of the batch's tokens");
             self.attention(dtype, pointer(heads), num_q_heads, pointer(out), cache, batch, scale, window, softcap);
           },

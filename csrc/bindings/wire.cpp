@@ -22,9 +22,9 @@ py::object make_enum(py::module_& m, const char* base, const char* name, const M
 }
 
 constexpr Members kFinishReasons = {
-    {"none", static_cast<uint32_t>(FinishReason::kNone)},       {"stop", static_cast<uint32_t>(FinishReason::kStop)},
-    {"length", static_cast<uint32_t>(FinishReason::kLength)},   {"aborted", static_cast<uint32_t>(FinishReason::kAborted)},
-    {"failed", static_cast<uint32_t>(FinishReason::kFailed)},   {"step_failed", static_cast<uint32_t>(FinishReason::kStepFailed)},
+    {"none", static_cast<uint32_t>(FinishReason::kNone)},     {"stop", static_cast<uint32_t>(FinishReason::kStop)},
+    {"length", static_cast<uint32_t>(FinishReason::kLength)}, {"aborted", static_cast<uint32_t>(FinishReason::kAborted)},
+    {"failed", static_cast<uint32_t>(FinishReason::kFailed)}, {"step_failed", static_cast<uint32_t>(FinishReason::kStepFailed)},
 };
 PyObject* finish_members[kFinishReasons.size()];  // for the life of the process, as the module
 
@@ -53,9 +53,9 @@ py::dict step_input_layout() {
   put("header.max_context", WORD(StepInputHeader, max_context));
   put("header.num_heads", WORD(StepInputHeader, num_heads));
   put("header.num_result_words", WORD(StepInputHeader, num_result_words));
-  put("header.num_lanes", WORD(StepInputHeader, num_lanes));
-  put("header.num_lane_stages", WORD(StepInputHeader, num_lane_stages));
-  put("header.num_lane_rows", WORD(StepInputHeader, num_lane_rows));
+  put("header.num_lanes", WORD(StepInputHeader, host_rows.num_lanes));
+  put("header.num_lane_stages", WORD(StepInputHeader, host_rows.num_stages));
+  put("header.num_lane_rows", WORD(StepInputHeader, host_rows.num_rows));
   put("row_words", WORDS(StepInputRow));
   put("row.slot", WORD(StepInputRow, slot));
   put("row.query_start", WORD(StepInputRow, query_start));
@@ -74,10 +74,10 @@ py::dict step_input_layout() {
   put("row.result_words", WORD(StepInputRow, result_words));
   put("flag.from_device", kRowFromDevice);
   put("flag.device_length", kRowDeviceLength);
-  put("flag.lane", kRowLane);
-  put("lane_words", WORDS(LaneEntry));
-  put("lane.slot", WORD(LaneEntry, slot));
-  put("lane.position", WORD(LaneEntry, position));
+  put("flag.lane", kRowOnHost);
+  put("lane_words", WORDS(HostRowEntry));
+  put("lane.slot", WORD(HostRowEntry, slot));
+  put("lane.position", WORD(HostRowEntry, position));
   put("copy_words", WORDS(BlockCopy));
   put("copy.source", WORD(BlockCopy, source));
   put("copy.target", WORD(BlockCopy, target));
@@ -135,14 +135,28 @@ py::handle record_kind(uint32_t kind) { return kind <= kLogits ? record_members[
 
 void bind_wire(py::module_& m) {
   make_enum(m, "IntFlag", "Need",
-            {{"temperature", kNeedTemperature}, {"filters", kNeedFilters}, {"penalties", kNeedPenalties},
-             {"bias", kNeedBias}, {"logprobs", kNeedLogprobs}, {"mask", kNeedMask}, {"drafts", kNeedDrafts},
-             {"vector", kNeedVector}, {"mean", kNeedMean}, {"logits", kNeedLogits}});
+            {{"temperature", kNeedTemperature},
+             {"filters", kNeedFilters},
+             {"penalties", kNeedPenalties},
+             {"bias", kNeedBias},
+             {"logprobs", kNeedLogprobs},
+             {"mask", kNeedMask},
+             {"drafts", kNeedDrafts},
+             {"vector", kNeedVector},
+             {"mean", kNeedMean},
+             {"logits", kNeedLogits}});
   make_enum(m, "IntEnum", "EntryKind",
-            {{"token_history", kTokenHistory}, {"bias", kBias}, {"banned_words", kBannedWords}, {"grammar", kGrammar},
-             {"adapter", kAdapter}, {"parameters", kParameters}, {"end_tokens", kEndTokens},
-             {"allowed_tokens", kAllowedTokens}, {"named_tokens", kNamedTokens}});
-  const py::object records = make_enum(m, "IntEnum", "RecordKind", {{"logprobs", kLogprobs}, {"vector", kVector}, {"logits", kLogits}});
+            {{"token_history", kTokenHistory},
+             {"bias", kBias},
+             {"banned_words", kBannedWords},
+             {"grammar", kGrammar},
+             {"adapter", kAdapter},
+             {"parameters", kParameters},
+             {"end_tokens", kEndTokens},
+             {"allowed_tokens", kAllowedTokens},
+             {"named_tokens", kNamedTokens}});
+  const py::object records = make_enum(m, "IntEnum", "RecordKind",
+                                       {{"logprobs", kLogprobs}, {"vector", kVector}, {"logits", kLogits}});
   record_members[kLogprobs] = py::object(records.attr("logprobs")).release().ptr();
   record_members[kLogits] = py::object(records.attr("logits")).release().ptr();
   record_members[kVector] = py::object(records.attr("vector")).release().ptr();
@@ -154,8 +168,8 @@ void bind_wire(py::module_& m) {
       .def(py::init([](float temperature, int32_t top_k, float top_p, float min_p, uint64_t seed) {
              return SamplingState{temperature, top_p, min_p, top_k, seed};
            }),
-           py::kw_only(), py::arg("temperature") = 0.f, py::arg("top_k") = 0, py::arg("top_p") = 1.f,
-           py::arg("min_p") = 0.f, py::arg("seed") = 0)
+           py::kw_only(), py::arg("temperature") = 0.f, py::arg("top_k") = 0, py::arg("top_p") = 1.f, py::arg("min_p") = 0.f,
+           py::arg("seed") = 0)
       .def_readonly("temperature", &SamplingState::temperature)
       .def_readonly("top_k", &SamplingState::top_k)
       .def_readonly("top_p", &SamplingState::top_p)
@@ -164,21 +178,25 @@ void bind_wire(py::module_& m) {
       .def_property_readonly("needs", &SamplingState::needs);
 
   py::class_<RequestExtras>(m, "RequestExtras")
-      .def(py::init(&make_extras), py::kw_only(), py::arg("needs") = 0, py::arg("entries") = Entries(),
-           py::arg("history") = false, py::arg("result_words") = 0, py::arg("score_from") = -1,
-           py::arg("tokens_per_step") = 1, py::arg("masks") = std::vector<std::shared_ptr<MaskChannel>>());
+      .def(py::init(&make_extras), py::kw_only(), py::arg("needs") = 0, py::arg("entries") = Entries(), py::arg("history") = false,
+           py::arg("result_words") = 0, py::arg("score_from") = -1, py::arg("tokens_per_step") = 1,
+           py::arg("masks") = std::vector<std::shared_ptr<MaskChannel>>());
 
   py::class_<MaskChannel, std::shared_ptr<MaskChannel>>(m, "MaskChannel")
       .def(py::init([](int32_t mask_words) {
-        require(mask_words >= 1, "mask_words must be at least 1");
-        return std::make_shared<MaskChannel>(mask_words);
-      }), py::arg("mask_words"))
+             require(mask_words >= 1, "mask_words must be at least 1");
+             return std::make_shared<MaskChannel>(mask_words);
+           }),
+           py::arg("mask_words"))
       .def_property_readonly("address", [](const MaskChannel& c) { return reinterpret_cast<uintptr_t>(c.words.data()); })
-      .def("write", [](MaskChannel& c, int32_t position, bool allows_all, std::vector<int32_t> forced) {
-        c.position = position;
-        c.allows_all = allows_all;
-        c.forced = std::move(forced);
-      }, py::arg("position"), py::arg("allows_all") = false, py::arg("forced") = std::vector<int32_t>())
+      .def(
+          "write",
+          [](MaskChannel& c, int32_t position, bool allows_all, std::vector<int32_t> forced) {
+            c.position = position;
+            c.allows_all = allows_all;
+            c.forced = std::move(forced);
+          },
+          py::arg("position"), py::arg("allows_all") = false, py::arg("forced") = std::vector<int32_t>())
       .def("post", &MaskChannel::post, NoGil());
 }
 

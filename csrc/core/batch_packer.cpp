@@ -26,9 +26,17 @@ class Cursor {
 
 SlotUpdate slot_update(const Sequence& sequence, size_t entries) {
   const SamplingState& s = sequence.sampling;
-  SlotUpdate update{sequence.slot, s.temperature, s.top_p, s.min_p, s.top_k,
-                    static_cast<uint32_t>(s.seed), static_cast<uint32_t>(s.seed >> 32), sequence.needs, {},
-                    static_cast<int32_t>(entries), sequence.update_words()};
+  SlotUpdate update{sequence.slot,
+                    s.temperature,
+                    s.top_p,
+                    s.min_p,
+                    s.top_k,
+                    static_cast<uint32_t>(s.seed),
+                    static_cast<uint32_t>(s.seed >> 32),
+                    sequence.needs,
+                    {},
+                    static_cast<int32_t>(entries),
+                    sequence.update_words()};
   for (int i = 0; i < Sequence::kInlineStops; ++i) update.stops[i] = i < sequence.num_stops ? sequence.stops[i] : -1;
   return update;
 }
@@ -47,7 +55,7 @@ int32_t* write_entries(const Sequence& sequence, int32_t* out) {
 int32_t row_flags(const PlanRow& row) {
   int32_t flags = row.from_device ? kRowFromDevice : 0;
   if (row.extras && row.sequence->request->extras.tokens_per_step > 1) flags |= kRowDeviceLength;
-  if (row.lane >= 0) flags |= kRowLane;
+  if (row.host_place >= 0) flags |= kRowOnHost;
   return flags;
 }
 
@@ -63,11 +71,11 @@ size_t pack_step(const StepPlan& plan, BlockTables& tables, std::span<std::byte>
   auto* copies = cursor.take<BlockCopy>(plan.copies.size());
   auto* updates = cursor.take<SlotUpdate>(plan.filled_slots.size());
   auto* delta_blocks = cursor.take<int32_t>(static_cast<size_t>(plan.num_delta_blocks));
-  auto* lanes = cursor.take<LaneEntry>(plan.lanes.size());
+  auto* host_rows = cursor.take<HostRowEntry>(plan.host_rows.entries.size());
   auto* entries = cursor.take<int32_t>(static_cast<size_t>(plan.num_update_words));
 
   std::copy(plan.copies.begin(), plan.copies.end(), copies);
-  std::copy(plan.lanes.begin(), plan.lanes.end(), lanes);
+  std::copy(plan.host_rows.entries.begin(), plan.host_rows.entries.end(), host_rows);
   auto filled = plan.filled_slots.begin();
   int32_t query_start = 0, prompt_start = 0, sample_row = 0, num_updates = 0, offset = 0, max_context = 0;
   for (const PlanRow& row : plan.rows) {
@@ -79,11 +87,23 @@ size_t pack_step(const StepPlan& plan, BlockTables& tables, std::span<std::byte>
     }
     const bool fills = filled != plan.filled_slots.end() && *filled == row.slot;  // filled_slots is in row order
     const int32_t first = tables.dirty_begin(row.slot), dirty = std::max(0, tables.length(row.slot) - first);
-    *rows++ = {row.slot, row.lane >= 0 ? row.lane : query_start, row.query_len, row.context_len, row_flags(row),
-               prompt_start, row.num_samples > 0 ? sample_row : -1, fills ? num_updates : -1, first, dirty, offset,
-               row.num_samples, row.num_appends, row.result_offset,
-               row.extras ? row.sequence->request->extras.result_words : 0, 0};
-    if (row.lane < 0) {
+    *rows++ = {row.slot,
+               row.host_place >= 0 ? row.host_place : query_start,
+               row.query_len,
+               row.context_len,
+               row_flags(row),
+               prompt_start,
+               row.num_samples > 0 ? sample_row : -1,
+               fills ? num_updates : -1,
+               first,
+               dirty,
+               offset,
+               row.num_samples,
+               row.num_appends,
+               row.result_offset,
+               row.extras ? row.sequence->request->extras.result_words : 0,
+               0};
+    if (row.host_place < 0) {
       query_start += row.query_len;
       max_context = std::max(max_context, row.context_len);
     }
@@ -106,12 +126,23 @@ size_t pack_step(const StepPlan& plan, BlockTables& tables, std::span<std::byte>
   }
   assert(offset == plan.num_delta_blocks && filled == plan.filled_slots.end());
 
-  *header = {StepInputView::kMagic, static_cast<uint32_t>(cursor.used() / sizeof(int32_t)), plan.step,
-             static_cast<int32_t>(plan.rows.size()), plan.num_decode_rows, plan.num_tokens, sample_row,
-             num_prompt_ids, static_cast<int32_t>(plan.copies.size()), num_updates, plan.num_delta_blocks,
-             plan.needs, max_context, sample_row - plan.num_scored, plan.num_result_words,
-             plan.num_lanes, plan.num_lanes > 0 ? static_cast<int32_t>(plan.lanes.size()) / plan.num_lanes : 0,
-             plan.num_lane_rows, 0};
+  *header = {StepInputView::kMagic,
+             static_cast<uint32_t>(cursor.used() / sizeof(int32_t)),
+             plan.step,
+             static_cast<int32_t>(plan.rows.size()),
+             plan.num_decode_rows,
+             plan.num_tokens,
+             sample_row,
+             num_prompt_ids,
+             static_cast<int32_t>(plan.copies.size()),
+             num_updates,
+             plan.num_delta_blocks,
+             plan.needs,
+             max_context,
+             sample_row - plan.num_scored,
+             plan.num_result_words,
+             plan.host_rows.header(),
+             0};
   return cursor.used();
 }
 

@@ -5,8 +5,8 @@
 #include <cstdint>
 #include <vector>
 
-#include "core/block_disk.h"
 #include "core/prefix_index.h"
+#include "core/tier/block_disk.h"
 
 namespace asyncengine {
 
@@ -34,9 +34,7 @@ class BlockManager {
   int32_t ref_count(int32_t block) const { return state(block).ref_count; }
   // Whether match_prefix may find it.
   bool findable(int32_t block) const { return index_.contains(block); }
-  int32_t blocks_for(int64_t num_tokens) const {
-    return static_cast<int32_t>((num_tokens + block_size_ - 1) / block_size_);
-  }
+  int32_t blocks_for(int64_t num_tokens) const { return static_cast<int32_t>((num_tokens + block_size_ - 1) / block_size_); }
 
   // Precondition: num_free() > 0. The block is held once.
   int32_t allocate();
@@ -78,9 +76,7 @@ class BlockManager {
   // The tokens of a block that was published since it was allocated.
   const int32_t* tokens_of(int32_t block) const { return index_.tokens_of(block); }
   // Asks for the memory that publish() is about to touch, and returns the hash.
-  uint64_t prefetch(int32_t block, Chain parent, const int32_t* tokens) const {
-    return index_.prefetch(block, parent, tokens);
-  }
+  uint64_t prefetch(int32_t block, Chain parent, const int32_t* tokens) const { return index_.prefetch(block, parent, tokens); }
   Chain chain_of(int32_t block) const { return index_.chain_of(block); }
 
   bool prefix_caching() const { return prefix_caching_; }
@@ -123,9 +119,7 @@ class BlockManager {
   int32_t host_pins(int32_t host) const { return host_state(host).pins; }
   bool host_holds(int32_t host) const { return host_state(host).cached; }
   // By which match_prefix finds what the host block holds.
-  int32_t id_of_host(int32_t host) const {
-    return host_state(host).block >= 0 ? host_state(host).block : num_blocks() + host;
-  }
+  int32_t id_of_host(int32_t host) const { return host_state(host).block >= 0 ? host_state(host).block : num_blocks() + host; }
 
   // With a disk behind the host, blocks have names: those of published blocks, and of host blocks that hold something.
   void keep_names() { names_.resize(static_cast<size_t>(num_blocks() + num_host_blocks())); }

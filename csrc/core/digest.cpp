@@ -9,14 +9,13 @@ namespace {
 static_assert(std::endian::native == std::endian::little, "keys and checksums are of little-endian words");
 
 constexpr std::array<uint32_t, 64> kSha256Constants = {
-    0x428a2f98, 0x71374491, 0xb5c0fbcf, 0xe9b5dba5, 0x3956c25b, 0x59f111f1, 0x923f82a4, 0xab1c5ed5,
-    0xd807aa98, 0x12835b01, 0x243185be, 0x550c7dc3, 0x72be5d74, 0x80deb1fe, 0x9bdc06a7, 0xc19bf174,
-    0xe49b69c1, 0xefbe4786, 0x0fc19dc6, 0x240ca1cc, 0x2de92c6f, 0x4a7484aa, 0x5cb0a9dc, 0x76f988da,
-    0x983e5152, 0xa831c66d, 0xb00327c8, 0xbf597fc7, 0xc6e00bf3, 0xd5a79147, 0x06ca6351, 0x14292967,
-    0x27b70a85, 0x2e1b2138, 0x4d2c6dfc, 0x53380d13, 0x650a7354, 0x766a0abb, 0x81c2c92e, 0x92722c85,
-    0xa2bfe8a1, 0xa81a664b, 0xc24b8b70, 0xc76c51a3, 0xd192e819, 0xd6990624, 0xf40e3585, 0x106aa070,
-    0x19a4c116, 0x1e376c08, 0x2748774c, 0x34b0bcb5, 0x391c0cb3, 0x4ed8aa4a, 0x5b9cca4f, 0x682e6ff3,
-    0x748f82ee, 0x78a5636f, 0x84c87814, 0x8cc70208, 0x90befffa, 0xa4506ceb, 0xbef9a3f7, 0xc67178f2};
+    0x428a2f98, 0x71374491, 0xb5c0fbcf, 0xe9b5dba5, 0x3956c25b, 0x59f111f1, 0x923f82a4, 0xab1c5ed5, 0xd807aa98, 0x12835b01,
+    0x243185be, 0x550c7dc3, 0x72be5d74, 0x80deb1fe, 0x9bdc06a7, 0xc19bf174, 0xe49b69c1, 0xefbe4786, 0x0fc19dc6, 0x240ca1cc,
+    0x2de92c6f, 0x4a7484aa, 0x5cb0a9dc, 0x76f988da, 0x983e5152, 0xa831c66d, 0xb00327c8, 0xbf597fc7, 0xc6e00bf3, 0xd5a79147,
+    0x06ca6351, 0x14292967, 0x27b70a85, 0x2e1b2138, 0x4d2c6dfc, 0x53380d13, 0x650a7354, 0x766a0abb, 0x81c2c92e, 0x92722c85,
+    0xa2bfe8a1, 0xa81a664b, 0xc24b8b70, 0xc76c51a3, 0xd192e819, 0xd6990624, 0xf40e3585, 0x106aa070, 0x19a4c116, 0x1e376c08,
+    0x2748774c, 0x34b0bcb5, 0x391c0cb3, 0x4ed8aa4a, 0x5b9cca4f, 0x682e6ff3, 0x748f82ee, 0x78a5636f, 0x84c87814, 0x8cc70208,
+    0x90befffa, 0xa4506ceb, 0xbef9a3f7, 0xc67178f2};
 
 uint32_t big_endian(uint32_t value) { return __builtin_bswap32(value); }
 
@@ -29,8 +28,8 @@ uint64_t word_at(const uint8_t* data) {
 constexpr uint64_t kPrime1 = 0x9E3779B185EBCA87, kPrime2 = 0xC2B2AE3D27D4EB4F, kPrime3 = 0x165667B19E3779F9,
                    kPrime4 = 0x85EBCA77C2B2AE63, kPrime5 = 0x27D4EB2F165667C5;
 
-uint64_t mix_lane(uint64_t lane, uint64_t word) { return std::rotl(lane + word * kPrime2, 31) * kPrime1; }
-uint64_t merge_lane(uint64_t hash, uint64_t lane) { return (hash ^ mix_lane(0, lane)) * kPrime1 + kPrime4; }
+uint64_t mix(uint64_t accumulator, uint64_t word) { return std::rotl(accumulator + word * kPrime2, 31) * kPrime1; }
+uint64_t merge(uint64_t hash, uint64_t accumulator) { return (hash ^ mix(0, accumulator)) * kPrime1 + kPrime4; }
 
 }  // namespace
 
@@ -43,8 +42,7 @@ void Sha256::compress(const uint8_t* block) {
   }
   for (size_t i = 16; i < 64; ++i) {
     const uint32_t a = w[i - 15], b = w[i - 2];
-    w[i] = w[i - 16] + w[i - 7] + (std::rotr(a, 7) ^ std::rotr(a, 18) ^ a >> 3) +
-           (std::rotr(b, 17) ^ std::rotr(b, 19) ^ b >> 10);
+    w[i] = w[i - 16] + w[i - 7] + (std::rotr(a, 7) ^ std::rotr(a, 18) ^ a >> 3) + (std::rotr(b, 17) ^ std::rotr(b, 19) ^ b >> 10);
   }
   auto [a, b, c, d, e, f, g, h] = state_;
   for (size_t i = 0; i < 64; ++i) {
@@ -73,8 +71,7 @@ Digest Sha256::finish() {
   constexpr std::array<uint8_t, 64> kPadding = {0x80};
   const size_t filled = bytes_ % 64;
   update(kPadding.data(), filled < 56 ? 56 - filled : 120 - filled);
-  const std::array<uint32_t, 2> length = {big_endian(static_cast<uint32_t>(bits >> 32)),
-                                          big_endian(static_cast<uint32_t>(bits))};
+  const std::array<uint32_t, 2> length = {big_endian(static_cast<uint32_t>(bits >> 32)), big_endian(static_cast<uint32_t>(bits))};
   update(length.data(), sizeof(length));
   Digest digest;
   for (size_t i = 0; i < 8; ++i) {
@@ -91,16 +88,16 @@ uint64_t checksum64(const void* data, size_t bytes, uint64_t seed) {
   if (bytes >= 32) {
     uint64_t a = seed + kPrime1 + kPrime2, b = seed + kPrime2, c = seed, d = seed - kPrime1;
     for (; end - at >= 32; at += 32) {
-      a = mix_lane(a, word_at(at));
-      b = mix_lane(b, word_at(at + 8));
-      c = mix_lane(c, word_at(at + 16));
-      d = mix_lane(d, word_at(at + 24));
+      a = mix(a, word_at(at));
+      b = mix(b, word_at(at + 8));
+      c = mix(c, word_at(at + 16));
+      d = mix(d, word_at(at + 24));
     }
     hash = std::rotl(a, 1) + std::rotl(b, 7) + std::rotl(c, 12) + std::rotl(d, 18);
-    for (const uint64_t lane : {a, b, c, d}) hash = merge_lane(hash, lane);
+    for (const uint64_t accumulator : {a, b, c, d}) hash = merge(hash, accumulator);
   }
   hash += bytes;
-  for (; end - at >= 8; at += 8) hash = std::rotl(hash ^ mix_lane(0, word_at(at)), 27) * kPrime1 + kPrime4;
+  for (; end - at >= 8; at += 8) hash = std::rotl(hash ^ mix(0, word_at(at)), 27) * kPrime1 + kPrime4;
   if (end - at >= 4) {
     uint32_t word;
     std::memcpy(&word, at, sizeof(word));

@@ -23,13 +23,12 @@ class Sha256 {
  private:
   void compress(const uint8_t* block);
 
-  std::array<uint32_t, 8> state_ = {0x6a09e667, 0xbb67ae85, 0x3c6ef372, 0xa54ff53a,
-                                    0x510e527f, 0x9b05688c, 0x1f83d9ab, 0x5be0cd19};
+  std::array<uint32_t, 8> state_ = {0x6a09e667, 0xbb67ae85, 0x3c6ef372, 0xa54ff53a, 0x510e527f, 0x9b05688c, 0x1f83d9ab, 0x5be0cd19};
   std::array<uint8_t, 64> block_{};
   uint64_t bytes_ = 0;
 };
 
-// XXH64 (Yann Collet, public specification). Each step of a lane is a bijection of its 8 bytes of input, so damage within
+// XXH64 (Yann Collet, public specification). Each step of an accumulator is a bijection of its 8 bytes of input, so damage within
 // one such word never goes unnoticed. It guards against accidents, not against a forger.
 uint64_t checksum64(const void* data, size_t bytes, uint64_t seed);
 

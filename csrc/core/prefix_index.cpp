@@ -30,7 +30,7 @@ PrefixIndex::PrefixIndex(int32_t num_blocks, int32_t block_size)
 }
 
 uint64_t PrefixIndex::hash(Chain parent, const int32_t* tokens) const {
-  // Two lanes, so that the multiplications of one block overlap.
+  // Two accumulators, so that the multiplications of one block overlap.
   uint64_t a = parent.id ^ kOffset, b = (parent.root ? ~parent.id : parent.id) + kMultiplier;
   for (int32_t i = 0; i < block_size_; i += 4) {  // block_size is a multiple of 16
     uint64_t words[2];
@@ -41,9 +41,7 @@ uint64_t PrefixIndex::hash(Chain parent, const int32_t* tokens) const {
   return fold_multiply(a ^ std::rotl(b, 32), kMultiplier);
 }
 
-int32_t PrefixIndex::find(Chain parent, const int32_t* tokens) const {
-  return find(parent, tokens, hash(parent, tokens));
-}
+int32_t PrefixIndex::find(Chain parent, const int32_t* tokens) const { return find(parent, tokens, hash(parent, tokens)); }
 
 int32_t PrefixIndex::find(Chain parent, const int32_t* tokens, uint64_t h) const {
   const size_t mask = cells_.size() - 1;

@@ -38,7 +38,7 @@ STAT(failed_steps)          // sum
 STAT(decode_cost_ppm)       // StepCosts::Factors, in millionths
 STAT(rest_cost_ppm)
 STAT(attention_cost_ppm)
-STAT(lanes_cost_ppm)
+STAT(hybrid_cost_ppm)
 
 // The event loop's.
 STAT(queued_requests)       // submitted and not yet scheduled

@@ -5,7 +5,7 @@
 #include <span>
 #include <vector>
 
-#include "core/host_rows.h"
+#include "core/hybrid/host_rows.h"
 
 namespace asyncengine {
 
@@ -88,10 +88,10 @@ struct StepBatch {
   std::vector<int64_t> sample_index;  // token whose hidden state gives the logits
   std::vector<Sample> samples;
 
-  // With lanes the last num_lanes of num_tokens are theirs: no row holds them, and their slot_mapping is -1. Their positions
-  // are those of the layer under way. The table is [stages][lanes], in the StepInput.
-  int32_t num_lanes = 0;
-  std::span<const LaneEntry> lanes;
+  // The last num_host_tokens of num_tokens are of host rows: no row holds them, and their slot_mapping is -1. Their positions
+  // are those of the layer under way. The entries are [stages][num_host_tokens], in the StepInput.
+  int32_t num_host_tokens = 0;
+  std::span<const HostRowEntry> host_rows;
   uint64_t step = 0;
 
   std::vector<MeanRow> means;

@@ -48,10 +48,10 @@ int64_t StepCosts::decode_ns(int32_t rows, int64_t attended) const {
   return static_cast<int64_t>(factors_.decode * (at(decode_, rows).base_ns + read));
 }
 
-int64_t StepCosts::lanes_ns(int32_t rows, int32_t lanes, int64_t attended, double exchange_ns) const {
+int64_t StepCosts::hybrid_ns(int32_t rows, int32_t host_tokens, int64_t attended, double exchange_ns) const {
   if (!known()) return 0;
-  const double read = read_ns(decode_, rows) * static_cast<double>(attended);  // lanes attend to nothing
-  return static_cast<int64_t>(factors_.lanes * factors_.decode * (at(decode_, rows + lanes).base_ns + read + exchange_ns));
+  const double read = read_ns(decode_, rows) * static_cast<double>(attended);  // tokens of host rows attend to nothing
+  return static_cast<int64_t>(factors_.hybrid * factors_.decode * (at(decode_, rows + host_tokens).base_ns + read + exchange_ns));
 }
 
 int64_t StepCosts::mixed_ns(int32_t tokens, int32_t rows, int64_t attended, double chunks_ns) const {
@@ -78,13 +78,13 @@ void StepCosts::learn_decode(int64_t predicted_ns, int64_t took_ns) {
   if (predicted_ns <= 0) return;
   const double before = factors_.decode;
   correct(factors_.decode, error_of(predicted_ns, took_ns), 1);
-  // Where steps with lanes ran before any without, what all steps take longer was taken for theirs: they take what they took.
-  if (num_decode_steps_ < kFewSteps && factors_.lanes != 1) factors_.lanes *= before / factors_.decode;
+  // Where steps with host rows ran before any without, what all steps take longer was taken for theirs: they take what they took.
+  if (num_decode_steps_ < kFewSteps && factors_.hybrid != 1) factors_.hybrid *= before / factors_.decode;
   num_decode_steps_ = std::min(num_decode_steps_ + 1, kFewSteps);
 }
 
-void StepCosts::learn_lanes(int64_t predicted_ns, int64_t took_ns) {
-  if (predicted_ns > 0) correct(factors_.lanes, error_of(predicted_ns, took_ns), 1);
+void StepCosts::learn_hybrid(int64_t predicted_ns, int64_t took_ns) {
+  if (predicted_ns > 0) correct(factors_.hybrid, error_of(predicted_ns, took_ns), 1);
 }
 
 void StepCosts::learn_mixed(int64_t predicted_ns, double chunks_ns, int64_t took_ns) {

@@ -23,10 +23,10 @@ class StepCosts {
     int64_t ns(int64_t bytes) const { return static_cast<int64_t>(call_ns + byte_ns * static_cast<double>(bytes)); }
   };
   // What steps have taken in place of 1 while they ran: those of decode rows alone; and of others the attention of chunks, and
-  // the rest. Steps of decode rows alone that have lanes take both the first factor and the last: attention on the host
+  // the rest. Steps of decode rows alone that have host rows take both the first factor and the last: attention on the host
   // beside them takes bandwidth.
   struct Factors {
-    double decode = 1, rest = 1, attention = 1, lanes = 1;
+    double decode = 1, rest = 1, attention = 1, hybrid = 1;
   };
 
   StepCosts() = default;
@@ -38,8 +38,8 @@ class StepCosts {
 
   // A step of `rows` decode rows alone that attend to `attended` tokens together.
   int64_t decode_ns(int32_t rows, int64_t attended) const;
-  // The same with so many lanes (host_rows.h), whose exchange adds to it.
-  int64_t lanes_ns(int32_t rows, int32_t lanes, int64_t attended, double exchange_ns) const;
+  // The same with so many tokens of host rows (hybrid/host_rows.h), whose exchange adds to it.
+  int64_t hybrid_ns(int32_t rows, int32_t host_tokens, int64_t attended, double exchange_ns) const;
   // A step of `tokens`, those it is padded to included, among which are such decode rows. `chunks_ns` is the sum of the
   // attention_ns() of its chunks.
   int64_t mixed_ns(int32_t tokens, int32_t rows, int64_t attended, double chunks_ns) const;
@@ -51,10 +51,10 @@ class StepCosts {
   int64_t copy_ns(int64_t bytes, bool to_device) const { return (to_device ? to_device_ : to_host_).ns(bytes); }
 
   // A step has taken so long; `predicted_ns` was foreseen. Few steps change little, and one that was held up changes little
-  // more. Of a step with chunks, each part learns in proportion to its share of the step. The first steps without lanes leave
-  // what those with lanes are known to take as it is.
+  // more. Of a step with chunks, each part learns in proportion to its share of the step. The first steps without host rows leave
+  // what those with host rows are known to take as it is.
   void learn_decode(int64_t predicted_ns, int64_t took_ns);
-  void learn_lanes(int64_t predicted_ns, int64_t took_ns);
+  void learn_hybrid(int64_t predicted_ns, int64_t took_ns);
   void learn_mixed(int64_t predicted_ns, double chunks_ns, int64_t took_ns);
   const Factors& factors() const { return factors_; }
 

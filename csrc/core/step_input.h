@@ -1,6 +1,6 @@
 // StepInput: a step as one contiguous buffer of 32-bit words, and a view that reads it.
 //
-//   header | rows | prompt token ids | block copies | slot updates | delta blocks | lanes | entries
+//   header | rows | prompt token ids | block copies | slot updates | delta blocks | host rows | entries
 //
 // One buffer means one copy to a device. Everything else a step needs (last tokens, block tables, sampling state)
 // already lives with the executor, one row per slot. A row names all that concerns its slot, so that a device can take
@@ -13,7 +13,7 @@
 #include <cstdint>
 #include <span>
 
-#include "core/host_rows.h"
+#include "core/hybrid/host_rows.h"
 #include "core/step_output.h"
 #include "core/step_plan.h"
 
@@ -29,9 +29,7 @@ struct StepInputHeader {
   int32_t max_context;  // the largest context_len of a row
   int32_t num_heads;    // samples that may append a token: the others have no head word
   int32_t num_result_words;
-  int32_t num_lanes;        // for host rows; 0: the step has none
-  int32_t num_lane_stages;  // the table of lanes is [stages][lanes]
-  int32_t num_lane_rows;    // of the rows, the last so many
+  HostRowsHeader host_rows;
   int32_t unused;
 };
 static_assert(sizeof(StepInputHeader) == 80);
@@ -41,11 +39,11 @@ enum RowFlags : int32_t {
   // The device keeps length[slot], the tokens of KV before the slot's next row. A row with its tokens from the device
   // begins there, and context_len is an upper bound. A row that ends a prompt sets it.
   kRowDeviceLength = 2,
-  // The row is a host row's that ends a token: query_start is its lane, context_len the position of its token, query_len 1, and
-  // it has one sample, which appends. Nothing attends for it and nothing is stored. At other stages a host row has no row
-  // here, but an entry among the lanes (at stage 0 its token is last_token[slot]). It counts in neither num_tokens nor
-  // num_decode_rows.
-  kRowLane = 4,
+  // The row is a host row's that ends a token: query_start is its place among the tokens of host rows, context_len the position
+  // of its token, query_len 1, and it has one sample, which appends. Nothing attends for it and nothing is stored. At other
+  // stages a host row has no row here, but a HostRowEntry (at stage 0 its token is last_token[slot]). It counts in neither
+  // num_tokens nor num_decode_rows.
+  kRowOnHost = 4,
 };
 
 struct StepInputRow {
@@ -115,10 +113,8 @@ struct StepLimits {
   int32_t max_update_words = 0;
   int32_t max_result_words = 0;
   int32_t mask_words = 0;  // of a row of the MaskBoard; 0: there is none
-  int32_t max_lanes = 0;   // for host rows; 0: there are none
-  int32_t lane_stages = 0;
+  HostRowsLimits host_rows = {};
 
-  size_t lane_entries() const { return static_cast<size_t>(max_lanes) * static_cast<size_t>(lane_stages); }
   int32_t samples() const { return max_samples > max_rows ? max_samples : max_rows; }
   // Beyond the first token of a row that decodes.
   int32_t max_drafts() const { return samples() / max_rows - 1; }
@@ -128,7 +124,7 @@ struct StepLimits {
     return sizeof(StepInputHeader) + rows * (sizeof(StepInputRow) + sizeof(BlockCopy) + sizeof(SlotUpdate)) +
            (static_cast<size_t>(max_tokens) + static_cast<size_t>(max_delta_blocks) + static_cast<size_t>(max_update_words)) *
                sizeof(int32_t) +
-           lane_entries() * sizeof(LaneEntry);
+           host_rows.num_entries() * sizeof(HostRowEntry);
   }
 };
 
@@ -147,8 +143,8 @@ class StepInputView {
   std::span<const int32_t> delta_blocks(const StepInputRow& row) const {
     return delta_blocks().subspan(static_cast<size_t>(row.delta_offset), static_cast<size_t>(row.delta_count));
   }
-  std::span<const LaneEntry> lanes() const {
-    return section<LaneEntry>(end(delta_blocks()), header().num_lanes * header().num_lane_stages);
+  std::span<const HostRowEntry> host_rows() const {
+    return section<HostRowEntry>(end(delta_blocks()), header().host_rows.num_entries());
   }
   std::span<const int32_t> entries(const SlotUpdate& update) const {
     return section<int32_t>(static_cast<size_t>(update.entries) * sizeof(int32_t), update.entry_words);

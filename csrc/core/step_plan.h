@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <vector>
 
+#include "core/hybrid/host_rows.h"
 #include "core/sequence.h"
 
 namespace asyncengine {
@@ -18,10 +19,13 @@ struct PlanRow {
   int8_t num_appends = 0;    // the last so many samples may give a token each: placeholders until commit
   bool from_device = false;  // its tokens are on the device: last_token[slot], then drafts
   bool extras : 1 = false;   // its sequence has RequestExtras
-  // A decode row of one token that samples one and appends it, without extras or a lane, where the executor knows all of its
+  // A decode row of one token that samples one and appends it, without extras and on the device, where the executor knows all of its
   // block table: most rows of most steps. The planner, the packer and the commit have a short loop for these.
   bool plain : 1 = false;
-  int8_t lane = -1;          // of a host row that ends a token: kRowLane
+  int8_t host_place = -1;  // among the step's tokens of host rows, of a host row that ends a token: kRowOnHost
+
+  // It was launched behind a row that found no mask: what it wrote is of a token that there never was.
+  bool came_to_nothing(uint64_t step) const { return extras && step <= sequence->frozen_until; }
 };
 static_assert(sizeof(PlanRow) == 32);
 
@@ -32,34 +36,32 @@ struct BlockCopy {
 // Reused from step to step; its vectors are reserved once.
 struct StepPlan {
   uint64_t step = 0;
-  std::vector<PlanRow> rows;          // decode rows first
-  std::vector<BlockCopy> copies;      // run, in any order, before the forward pass reads or writes any KV
+  std::vector<PlanRow> rows;  // decode rows first
+  std::vector<BlockCopy> copies;  // run, in any order, before the forward pass reads or writes any KV
   std::vector<int32_t> filled_slots;  // slots whose sampling state the executor needs
-  std::vector<int32_t> full_rows;     // rows, as indices, that may complete a block
-  std::vector<LaneEntry> lanes;       // of host rows, [stages][lanes]; empty where the step has none
-  std::vector<int32_t> held_blocks;   // replaced by copies: kept from reuse until the step has retired
+  std::vector<int32_t> full_rows;  // rows, as indices, that may complete a block
+  std::vector<int32_t> held_blocks;  // replaced by copies: kept from reuse until the step has retired
   int32_t num_tokens = 0;
   int32_t num_decode_rows = 0;
   int32_t num_samples = 0;
-  int32_t num_scored = 0;             // samples that may not append a token
+  int32_t num_scored = 0;  // samples that may not append a token
   int32_t num_result_words = 0;
   int32_t num_update_words = 0;
-  Needs needs = 0;                    // of the sampled rows, and of those with entries
-  int32_t num_delta_blocks = 0;       // block-table entries of its rows that the executor has not seen
-  int32_t num_lanes = 0;              // for host rows; 0: the step has none
-  int32_t num_lane_rows = 0;          // of the rows, the last so many
-  int64_t attended = 0;               // pairs of a token and one that it may attend to, or a few more
-  int64_t decode_attended = 0;        // those of decode rows
-  double chunks_ns = 0;               // where costs are known: what attention of chunks takes
-  int64_t predicted_ns = 0;           // and all of the step
+  Needs needs = 0;  // of the sampled rows, and of those with entries
+  int32_t num_delta_blocks = 0;  // block-table entries of its rows that the executor has not seen
+  int64_t attended = 0;  // pairs of a token and one that it may attend to, or a few more
+  int64_t decode_attended = 0;  // those of decode rows
+  double chunks_ns = 0;  // where costs are known: what attention of chunks takes
+  int64_t predicted_ns = 0;  // and all of the step
+  HostRowsPlan host_rows;
 
-  bool empty() const { return rows.empty() && lanes.empty(); }
-  bool has_chunks() const { return num_decode_rows + num_lane_rows < static_cast<int32_t>(rows.size()); }
-  void reserve(int32_t max_rows, size_t lane_entries = 0) {
+  bool empty() const { return rows.empty() && host_rows.entries.empty(); }
+  bool has_chunks() const { return num_decode_rows + host_rows.num_rows < static_cast<int32_t>(rows.size()); }
+  void reserve(int32_t max_rows, size_t host_entries = 0) {
     const auto count = static_cast<size_t>(max_rows);
     rows.reserve(count);
     copies.reserve(count);
-    lanes.reserve(lane_entries);
+    host_rows.entries.reserve(host_entries);
     for (auto* list : {&filled_slots, &full_rows, &held_blocks}) list->reserve(count);
   }
   void clear() {
@@ -68,8 +70,7 @@ struct StepPlan {
     filled_slots.clear();
     full_rows.clear();
     held_blocks.clear();
-    lanes.clear();
-    num_lanes = num_lane_rows = 0;
+    host_rows.clear();
     num_tokens = num_decode_rows = num_samples = num_scored = num_delta_blocks = 0;
     num_result_words = num_update_words = 0;
     attended = decode_attended = predicted_ns = 0;

@@ -12,7 +12,7 @@ namespace asyncengine {
 
 // A binary heap by `Before`. Each member knows its place in it, so any one can leave: 65,536 arrivals and as many
 // departures take time in proportion to their number, times its logarithm.
-template <typename T, size_t T::*Place, bool (*Before)(const T*, const T*)>
+template <typename T, size_t T::* Place, bool (*Before)(const T*, const T*)>
 class PlacedHeap {
  public:
   bool empty() const { return heap_.empty(); }

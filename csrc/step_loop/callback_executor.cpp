@@ -43,7 +43,8 @@ bool HostMover::start(int transfer, std::span<const BlockMove> moves) {
 }
 
 CallbackExecutor::CallbackExecutor(const StepLimits& limits, int32_t max_blocks, int32_t block_size, int steps_in_flight,
-                                   std::vector<BlockRegion> regions, Needs needs, Forward forward, HeldUp held_up, int32_t num_host_blocks)
+                                   std::vector<BlockRegion> regions, Needs needs, Forward forward, HeldUp held_up,
+                                   int32_t num_host_blocks)
     : board_(static_cast<size_t>(limits.max_rows) * MaskBoard::stride(limits.mask_words), -1),
       masks_(board_.data(), limits.mask_words),
       slots_(limits, max_blocks, block_size, masks_),
@@ -61,9 +62,7 @@ CallbackExecutor::CallbackExecutor(const StepLimits& limits, int32_t max_blocks,
   thread_ = std::thread([this] { run(); });
 }
 
-CallbackExecutor::~CallbackExecutor() {
-  close(std::chrono::nanoseconds::max());
-}
+CallbackExecutor::~CallbackExecutor() { close(std::chrono::nanoseconds::max()); }
 
 LaunchStatus CallbackExecutor::launch(int i, size_t) {
   steps_[static_cast<size_t>(i)].status.store(StepStatus::kPending, std::memory_order_relaxed);
@@ -75,9 +74,7 @@ LaunchStatus CallbackExecutor::launch(int i, size_t) {
   return LaunchStatus::kLaunched;
 }
 
-StepStatus CallbackExecutor::poll(int i) {
-  return steps_[static_cast<size_t>(i)].status.load(std::memory_order_acquire);
-}
+StepStatus CallbackExecutor::poll(int i) { return steps_[static_cast<size_t>(i)].status.load(std::memory_order_acquire); }
 
 std::string CallbackExecutor::error() const {
   std::lock_guard lock(mutex_);

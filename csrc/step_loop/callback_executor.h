@@ -56,7 +56,8 @@ class CallbackExecutor final : public Executor {
 
   // `needs`: those that `forward` serves.
   CallbackExecutor(const StepLimits& limits, int32_t max_blocks, int32_t block_size, int steps_in_flight,
-                   std::vector<BlockRegion> regions, Needs needs, Forward forward, HeldUp held_up = {}, int32_t num_host_blocks = 0);
+                   std::vector<BlockRegion> regions, Needs needs, Forward forward, HeldUp held_up = {},
+                   int32_t num_host_blocks = 0);
   ~CallbackExecutor() override;
 
   int num_staging() const override { return static_cast<int>(steps_.size()); }

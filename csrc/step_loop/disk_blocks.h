@@ -6,8 +6,8 @@
 #include <string>
 #include <utility>
 
-#include "core/block_disk.h"
-#include "platform/disk_store.h"
+#include "core/tier/block_disk.h"
+#include "platform/disk/disk_store.h"
 
 namespace asyncengine {
 

@@ -9,10 +9,10 @@
 #include <string>
 #include <utility>
 
-#include "core/block_mover.h"
-#include "core/host_rows.h"
+#include "core/hybrid/host_rows.h"
 #include "core/mask_board.h"
 #include "core/step_input.h"
+#include "core/tier/block_mover.h"
 #include "step_loop/notifier.h"
 
 namespace asyncengine {

@@ -164,10 +164,10 @@ bool GraphExecutor::run(int bucket, const GraphVariant& variant) {
 }
 
 int GraphExecutor::bucket_for(const StepInputHeader& header) const {
-  const bool single = header.num_tokens == header.num_rows - header.num_lane_rows;
+  const bool single = header.num_tokens == header.num_rows - header.host_rows.num_rows;
   const auto found = std::find_if(graphs_.buckets.begin(), graphs_.buckets.end(), [&](const GraphBucket& b) {
     return header.num_rows <= b.max_rows && header.num_tokens + b.lanes <= b.max_tokens && header.max_context <= b.max_context &&
-           header.num_lanes == b.lanes && (single || !b.single_token_rows);
+           header.host_rows.num_lanes == b.lanes && (single || !b.single_token_rows);
   });
   assert(found != graphs_.buckets.end());
   return static_cast<int>(found - graphs_.buckets.begin());

@@ -11,9 +11,9 @@
 #include <utility>
 #include <vector>
 
-#include "platform/cuda_runtime.h"
-#include "step_loop/graph_mover.h"
+#include "platform/cuda/cuda_runtime.h"
 #include "step_loop/executor.h"
+#include "step_loop/graph_mover.h"
 #include "step_loop/launch_thread.h"
 #include "step_loop/staging.h"
 
@@ -35,7 +35,7 @@ struct GraphBucket {
   bool single_token_rows;  // fits only steps whose every row has one token
   int32_t max_context;     // of a row
   std::vector<GraphVariant> variants;  // the cheapest first: the first that serves a step's needs is launched
-  int32_t lanes = 0;       // of max_tokens, those for host rows (core/host_rows.h): fits only steps with as many
+  int32_t lanes = 0;       // of max_tokens, those for host rows (core/hybrid/host_rows.h): fits only steps with as many
 
   // Precondition: one of them serves these needs.
   size_t variant_for(Needs needs) const {

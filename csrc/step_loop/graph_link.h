@@ -5,8 +5,8 @@
 #include <memory>
 #include <span>
 
-#include "platform/host_pool.h"
-#include "platform/link_attention.h"
+#include "platform/cuda/link_attention.h"
+#include "platform/host/host_pool.h"
 
 namespace asyncengine {
 
@@ -15,7 +15,8 @@ namespace asyncengine {
 class LinkJobs {
  public:
   static constexpr size_t kJobWords = 3;
-  LinkJobs(const CudaRuntime& cuda, int device, int32_t max_jobs, int32_t max_blocks) : max_jobs_(max_jobs), max_blocks_(max_blocks) {
+  LinkJobs(const CudaRuntime& cuda, int device, int32_t max_jobs, int32_t max_blocks)
+      : max_jobs_(max_jobs), max_blocks_(max_blocks) {
     check_cuda(cuda, cuda.set_device(device), "cudaSetDevice");
     memory_ = allocate_pinned(cuda, words() * sizeof(int32_t));
     std::fill_n(data(), words(), 0);
@@ -48,7 +49,12 @@ class GraphLink final : public LinkAttention {
   // `keep_alive`: whatever owns the graph and what it reads.
   GraphLink(const CudaRuntime& cuda, int device, std::shared_ptr<LinkJobs> jobs, int32_t block_size, CudaGraphExec graph,
             std::shared_ptr<void> keep_alive)
-      : cuda_(cuda), device_(device), jobs_(std::move(jobs)), block_size_(block_size), graph_(graph), keep_alive_(std::move(keep_alive)) {
+      : cuda_(cuda),
+        device_(device),
+        jobs_(std::move(jobs)),
+        block_size_(block_size),
+        graph_(graph),
+        keep_alive_(std::move(keep_alive)) {
     check_cuda(cuda_, cuda_.set_device(device_), "cudaSetDevice");
     check_cuda(cuda_, cuda_.stream_create(&cuda_stream_, kCudaStreamNonBlocking), "cudaStreamCreateWithFlags");
     check_cuda(cuda_, cuda_.event_create(&done_, kCudaEventDisableTiming), "cudaEventCreateWithFlags");

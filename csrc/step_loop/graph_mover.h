@@ -5,8 +5,8 @@
 #include <memory>
 #include <span>
 
-#include "core/block_mover.h"
-#include "platform/host_pool.h"
+#include "core/tier/block_mover.h"
+#include "platform/host/host_pool.h"
 
 namespace asyncengine {
 

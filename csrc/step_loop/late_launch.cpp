@@ -78,9 +78,7 @@ int64_t LateLaunch::foresee_news() const {
   return std::max(oldest_from_ns_, oldest.launched_ns) + duration - duration / 16;
 }
 
-nanoseconds LateLaunch::until_due(int64_t now) const {
-  return held_ ? nanoseconds(hold_.due_ns - now) : nanoseconds::max();
-}
+nanoseconds LateLaunch::until_due(int64_t now) const { return held_ ? nanoseconds(hold_.due_ns - now) : nanoseconds::max(); }
 
 nanoseconds LateLaunch::until_news(int64_t now) const {
   // A step that lasts long past that is looked at less and less: its end may be seen late by half a percent of its

@@ -20,8 +20,7 @@ class LifeCycle {
   static constexpr std::chrono::nanoseconds kIdle = std::chrono::milliseconds(200);
 
   // All three outlive this object. `notifier` wakes the thread.
-  LifeCycle(Executor& executor, Notifier& notifier, Outbox& outbox)
-      : executor_(executor), notifier_(notifier), outbox_(outbox) {}
+  LifeCycle(Executor& executor, Notifier& notifier, Outbox& outbox) : executor_(executor), notifier_(notifier), outbox_(outbox) {}
 
   // Runs `body` on a thread pinned to core `cpu`, if the process may use that core (Linux). `body` returns soon after
   // running() has turned false.

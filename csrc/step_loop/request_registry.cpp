@@ -10,7 +10,7 @@ namespace {
 constexpr int64_t kReservedShare = 8;
 
 // A stack that many may push to and one empties; `Next` is the intrusive link.
-template <Request* Request::*Next>
+template <Request* Request::* Next>
 void push(std::atomic<Request*>& head, Request* request) {
   request->inbox_references.fetch_add(1, std::memory_order_relaxed);
   Request* top = head.load(std::memory_order_relaxed);
@@ -20,7 +20,7 @@ void push(std::atomic<Request*>& head, Request* request) {
 }
 
 // Takes all, oldest first.
-template <Request* Request::*Next>
+template <Request* Request::* Next>
 Request* take_all(std::atomic<Request*>& head) {
   Request* reversed = nullptr;
   for (Request* top = head.exchange(nullptr, std::memory_order_acquire); top != nullptr;) {

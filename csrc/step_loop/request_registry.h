@@ -31,7 +31,7 @@ struct RegistryConfig {
 };
 
 // Owns every request from submit() until nothing refers to it any more. Two threads use it, and neither waits for the other.
-class RequestRegistry final : public Scheduler::QueueObserver {
+class RequestRegistry final : public QueueObserver {
  public:
   explicit RequestRegistry(const RegistryConfig& config) : config_(config) {}
 

@@ -11,8 +11,8 @@
 #include <thread>
 #include <vector>
 
-#include "core/host_rows.h"
-#include "platform/host_pool.h"
+#include "core/hybrid/host_rows.h"
+#include "platform/host/host_pool.h"
 
 namespace asyncengine {
 

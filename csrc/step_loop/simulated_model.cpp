@@ -31,7 +31,7 @@ SimulatedModel::SimulatedModel(SimulatedDevice& device, const SimulatedModelConf
       slot_hash_(static_cast<size_t>(limits.max_rows)),
       sampled_hash_(static_cast<size_t>(limits.samples())),
       tokens_(static_cast<size_t>(limits.samples())),
-      saved_(limits.max_lanes > 0 ? static_cast<size_t>(limits.max_rows) : 0) {
+      saved_(limits.host_rows.max_lanes > 0 ? static_cast<size_t>(limits.max_rows) : 0) {
   const CudaRuntime& cuda = SimulatedDevice::runtime();
   check_cuda(cuda, cuda.set_device(device.ordinal()), "cudaSetDevice");
   output_ = allocate_device(cuda, limits.output_words() * sizeof(int64_t));
@@ -46,11 +46,12 @@ std::unique_ptr<GraphExecutor> SimulatedModel::make_executor(int steps_in_flight
   input_ = allocate_device(cuda, inputs * staging_->input_stride());
   staging_->set_device_buffers({input_.data(), reinterpret_cast<int64_t*>(output_.data())});
   GraphExecutor::Graphs graphs;
-  for (int32_t lanes = 0; lanes <= limits_.max_lanes; lanes += std::max(1, limits_.max_lanes)) {
+  for (int32_t lanes = 0; lanes <= limits_.host_rows.max_lanes; lanes += std::max(1, limits_.host_rows.max_lanes)) {
     for (const int32_t share : {16, 4, 1}) {
-      GraphBucket bucket{std::max(1, limits_.max_rows / share), std::max(1, limits_.max_tokens / share), false, kAnyContext, {}, lanes};
-      const CudaGraphExec graph =
-          device_.add_graph([this] { step(); }, config_.step_latency + config_.token_latency * bucket.max_tokens);
+      GraphBucket bucket{
+          std::max(1, limits_.max_rows / share), std::max(1, limits_.max_tokens / share), false, kAnyContext, {}, lanes};
+      const CudaGraphExec graph = device_.add_graph([this] { step(); },
+                                                    config_.step_latency + config_.token_latency * bucket.max_tokens);
       bucket.variants = {{0, graph}, {config_.needs, graph}};
       graphs.buckets.push_back(bucket);
     }
@@ -69,9 +70,9 @@ std::unique_ptr<GraphMover> SimulatedModel::make_mover(int32_t num_host_blocks) 
   auto pool = std::make_shared<HostPool>(cuda, device_.ordinal(), bytes, num_host_blocks, kMoves);
   gathered_ = allocate_device(cuda, BlockMover::kTransfers * kMoves * bytes);
   pool->set_gathered(gathered_.data());
-  if (limits_.max_lanes > 0) {
-    const SimulatedAttention::Config attention{limits_.lane_stages - 1, limits_.max_rows, block_size_, config_.host_workers,
-                                               config_.before_attending};
+  if (limits_.host_rows.max_lanes > 0) {
+    const SimulatedAttention::Config attention{limits_.host_rows.num_stages - 1, limits_.max_rows, block_size_,
+                                               config_.host_workers, config_.before_attending};
     attention_ = std::make_shared<SimulatedAttention>(attention, pool);
   }
   GraphMover::Graphs graphs;
@@ -130,7 +131,7 @@ void SimulatedModel::step() {
   const StepBatch& batch = slots_.ingest(view);
   for (const SlotEntries& e : batch.entries) entries_.emplace_back(e.words.begin(), e.words.end());
   forward(view, batch);
-  pass_lanes(view, batch);
+  pass_host_rows(view, batch);
   for (const StepInputRow& row : view.rows()) sample(row, batch, view.header().step);
   slots_.remember(view, tokens_.data());
   for (const StepInputRow& row : view.rows()) {
@@ -196,11 +197,11 @@ void SimulatedModel::forward(const StepInputView& input, const StepBatch& batch)
 
 // A row that enters brings the hash of its tokens from its worker, which must be the same at each stage. Else its token is
 // garbage.
-void SimulatedModel::pass_lanes(const StepInputView& input, const StepBatch& batch) {
-  for (size_t i = 0; i < batch.lanes.size(); ++i) {
-    const LaneEntry& entry = batch.lanes[i];
+void SimulatedModel::pass_host_rows(const StepInputView& input, const StepBatch& batch) {
+  for (size_t i = 0; i < batch.host_rows.size(); ++i) {
+    const HostRowEntry& entry = batch.host_rows[i];
     if (entry.slot < 0) continue;
-    const auto lanes = static_cast<size_t>(batch.num_lanes);
+    const auto lanes = static_cast<size_t>(batch.num_host_tokens);
     const auto stage = static_cast<int32_t>(i / lanes);
     SavedRow& saved = saved_[static_cast<size_t>(entry.slot)];
     if (stage == 0) {
@@ -212,9 +213,9 @@ void SimulatedModel::pass_lanes(const StepInputView& input, const StepBatch& bat
       saved.stage = stage;
       saved.hash = right ? hash : mix(hash + 1);
     }
-    if (stage + 1 < limits_.lane_stages) attention_->leave(entry.slot, batch.step, saved.token);
+    if (stage + 1 < limits_.host_rows.num_stages) attention_->leave(entry.slot, batch.step, saved.token);
   }
-  for (const StepInputRow& row : input.rows().last(static_cast<size_t>(input.header().num_lane_rows))) {
+  for (const StepInputRow& row : input.rows().last(static_cast<size_t>(input.header().host_rows.num_rows))) {
     sampled_hash_[static_cast<size_t>(row.sample_row)] = saved_[static_cast<size_t>(row.slot)].hash;
   }
 }

@@ -8,8 +8,8 @@
 #include <span>
 #include <vector>
 
-#include "platform/pinned_memory.h"
-#include "platform/simulated_device.h"
+#include "platform/cuda/pinned_memory.h"
+#include "platform/cuda/simulated_device.h"
 #include "step_loop/graph_executor.h"
 #include "step_loop/simulated_attention.h"
 #include "step_loop/slot_state.h"
@@ -57,7 +57,7 @@ class SimulatedModel {
   void gather(const HostPool& pool, int transfer);
   void step();
   void forward(const StepInputView& input, const StepBatch& batch);
-  void pass_lanes(const StepInputView& input, const StepBatch& batch);
+  void pass_host_rows(const StepInputView& input, const StepBatch& batch);
   void sample(const StepInputRow& row, const StepBatch& batch, uint64_t step);
   void propose(const StepInputRow& row, const SamplingState& sampling);
 

@@ -33,15 +33,14 @@ StepBatch& SlotState::ingest(const StepInputView& input, std::span<int32_t> reco
   StepBatch& b = batch_;
   b.entries.clear();
   for (const SlotUpdate& u : input.slot_updates()) {
-    sampling_[static_cast<size_t>(u.slot)] = {u.temperature, u.top_p, u.min_p, u.top_k,
-                                              uint64_t{u.seed_high} << 32 | u.seed_low};
+    sampling_[static_cast<size_t>(u.slot)] = {u.temperature, u.top_p, u.min_p, u.top_k, uint64_t{u.seed_high} << 32 | u.seed_low};
     needs_[static_cast<size_t>(u.slot)] = u.needs;
     if (u.entry_words > 0) b.entries.push_back({u.slot, input.entries(u)});
   }
   std::ranges::fill(records.first(std::min(records.size(), static_cast<size_t>(input.header().num_result_words))), 0);
 
-  b.num_rows = input.header().num_rows - input.header().num_lane_rows;
-  b.num_tokens = input.header().num_tokens + input.header().num_lanes;
+  b.num_rows = input.header().num_rows - input.header().host_rows.num_rows;
+  b.num_tokens = input.header().num_tokens + input.header().host_rows.num_tokens();
   b.num_samples = input.header().num_samples;
   b.needs = input.header().needs;
   b.input_ids.clear();
@@ -54,20 +53,20 @@ StepBatch& SlotState::ingest(const StepInputView& input, std::span<int32_t> reco
   b.samples.clear();
   b.means.clear();
   for (const StepInputRow& row : input.rows()) {
-    if ((row.flags & kRowLane) == 0) add_row(input, row);
+    if ((row.flags & kRowOnHost) == 0) add_row(input, row);
     add_samples(input, row, records);
   }
-  add_lanes(input);
+  add_host_rows(input);
   return b;
 }
 
-// Tokens that rows on the host share. Which row has a lane changes from layer to layer, and with it the position.
-void SlotState::add_lanes(const StepInputView& input) {
+// Tokens that rows on the host share. Which row has which token changes from layer to layer, and with it the position.
+void SlotState::add_host_rows(const StepInputView& input) {
   StepBatch& b = batch_;
-  b.num_lanes = input.header().num_lanes;
-  b.lanes = input.lanes();
+  b.num_host_tokens = input.header().host_rows.num_tokens();
+  b.host_rows = input.host_rows();
   b.step = input.header().step;
-  for (const LaneEntry& entry : b.lanes.first(static_cast<size_t>(b.num_lanes))) {
+  for (const HostRowEntry& entry : b.host_rows.first(static_cast<size_t>(b.num_host_tokens))) {
     b.input_ids.push_back(entry.slot < 0 ? 0 : std::max(0, last_token_[static_cast<size_t>(entry.slot)]));
     b.positions.push_back(entry.position);
     b.slot_mapping.push_back(-1);
@@ -111,7 +110,7 @@ void SlotState::add_samples(const StepInputView& input, const StepInputRow& row,
   StepBatch& b = batch_;
   const auto slot = static_cast<size_t>(row.slot);
   const int32_t context = context_of(row);
-  const int32_t first_token = row.query_start + ((row.flags & kRowLane) != 0 ? input.header().num_tokens : 0);
+  const int32_t first_token = row.query_start + ((row.flags & kRowOnHost) != 0 ? input.header().num_tokens : 0);
   const int32_t end = first_token + row.query_len;
   for (int32_t i = 0; i < row.num_samples; ++i) {
     const int32_t back = row.num_samples - i;
@@ -119,8 +118,9 @@ void SlotState::add_samples(const StepInputView& input, const StepInputRow& row,
     b.samples.push_back({
         .position = context + row.query_len - back + 1,
         .state = &sampling_[slot],
-        .records = records.empty() ? records : records.subspan(
-            static_cast<size_t>(row.result_offset + i * row.result_words), static_cast<size_t>(row.result_words)),
+        .records = records.empty() ? records
+                                   : records.subspan(static_cast<size_t>(row.result_offset + i * row.result_words),
+                                                     static_cast<size_t>(row.result_words)),
         .slot = row.slot,
         .needs = needs_[slot],
         .mask = (needs_[slot] & kNeedMask) != 0 ? masks_.row(row.slot) : nullptr,

@@ -33,7 +33,7 @@ class SlotState {
   int32_t context_of(const StepInputRow& row) const;
   void add_row(const StepInputView& input, const StepInputRow& row);
   void add_samples(const StepInputView& input, const StepInputRow& row, std::span<int32_t> records);
-  void add_lanes(const StepInputView& input);
+  void add_host_rows(const StepInputView& input);
   int32_t* table(int32_t slot) { return tables_.data() + int64_t{slot} * max_blocks_; }
 
   int32_t max_blocks_, block_size_;

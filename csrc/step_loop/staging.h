@@ -9,8 +9,8 @@
 
 #include "core/mask_board.h"
 #include "core/step_input.h"
-#include "platform/cuda_runtime.h"
-#include "platform/pinned_memory.h"
+#include "platform/cuda/cuda_runtime.h"
+#include "platform/cuda/pinned_memory.h"
 
 namespace asyncengine {
 

@@ -39,8 +39,12 @@ std::unique_ptr<DiskBlocks> make_disk(const StepLoopConfig& config, const BlockM
 
 RegistryConfig registry_config(const StepLoopConfig& config, Needs needs) {
   const SchedulerConfig& s = config.scheduler;
-  return {std::min(int64_t{s.max_model_len}, int64_t{s.num_blocks} * s.block_size), s.block_size, needs,
-          config.max_queued_requests, config.max_queued_tokens, config.priority_ageing};
+  return {std::min(int64_t{s.max_model_len}, int64_t{s.num_blocks} * s.block_size),
+          s.block_size,
+          needs,
+          config.max_queued_requests,
+          config.max_queued_tokens,
+          config.priority_ageing};
 }
 
 }  // namespace
@@ -62,14 +66,14 @@ StepLoop::StepLoop(const StepLoopConfig& config, std::unique_ptr<Executor> execu
       ring_(static_cast<size_t>(config.steps_in_flight)),
       watch_(config.scheduler.num_blocks) {
   assert(executor_->num_staging() >= config.steps_in_flight);
-  for (InFlightStep& step : ring_) step.plan.reserve(scheduler_.limits().max_rows, scheduler_.limits().lane_entries());
+  for (InFlightStep& step : ring_) step.plan.reserve(scheduler_.limits().max_rows, scheduler_.limits().host_rows.num_entries());
   scheduler_.observe(&registry_);
   scheduler_.write_masks_to(executor_->masks());
   if (config.scheduler.num_host_blocks > 0) {
     disk_ = make_disk(config, *executor_->mover(), notifier_);
     scheduler_.move_blocks_with(*executor_->mover(), disk_.get());
   }
-  if (config.scheduler.hybrid.lanes > 0) scheduler_.attend_on_host_with(*executor_->host_attention());
+  if (config.scheduler.hybrid.any()) scheduler_.attend_on_host_with(*executor_->host_attention());
   executor_->attach(notifier_);
   publish_stats();
 }
@@ -156,11 +160,8 @@ bool StepLoop::retire_oldest(int64_t now) {
   const auto i = static_cast<int>(oldest_step_ % ring_.size());
   InFlightStep& step = ring_[static_cast<size_t>(i)];
   switch (executor_->poll(i)) {
-    case StepStatus::kFailed:
-      life_.fail(executor_->error());
-      return true;
-    case StepStatus::kStepFailed:
-      return fail_oldest(step, now);
+    case StepStatus::kFailed: life_.fail(executor_->error()); return true;
+    case StepStatus::kStepFailed: return fail_oldest(step, now);
     case StepStatus::kPending:
       if (limit_.over(now, *executor_)) {
         life_.fail("step " + std::to_string(step.plan.step) + " did not finish within " +
@@ -169,8 +170,7 @@ bool StepLoop::retire_oldest(int64_t now) {
       }
       late_launch_.pending(now);
       return false;
-    case StepStatus::kReady:
-      break;
+    case StepStatus::kReady: break;
   }
   late_launch_.ended(limit_.since(), now);
   scheduler_.took(step.plan, limit_.took(now));
@@ -267,7 +267,7 @@ void StepLoop::publish_stats() {
   stats.decode_cost_ppm = static_cast<int64_t>(1e6 * factors.decode);
   stats.rest_cost_ppm = static_cast<int64_t>(1e6 * factors.rest);
   stats.attention_cost_ppm = static_cast<int64_t>(1e6 * factors.attention);
-  stats.lanes_cost_ppm = static_cast<int64_t>(1e6 * factors.lanes);
+  stats.hybrid_cost_ppm = static_cast<int64_t>(1e6 * factors.hybrid);
   stats_.store(stats);
   quiescent_.store(none_in_flight() && scheduler_.idle(), std::memory_order_release);
 }

@@ -53,7 +53,7 @@ class StepLoop {
   StepLoop(const StepLoopConfig& config, std::unique_ptr<Executor> executor);
   ~StepLoop();
 
-  static StepLimits limits(const StepLoopConfig& config) { return Scheduler(config.scheduler).limits(); }
+  static StepLimits limits(const StepLoopConfig& config) { return config.scheduler.limits(); }
 
   // Runs on a thread of its own, pinned to core `cpu` if that is one that this process may use (Linux).
   void start(int cpu = -1);

@@ -8,9 +8,7 @@ namespace {
 
 int32_t divide_up(int32_t a, int32_t b) { return (a + b - 1) / b; }
 
-uint8_t share(int32_t count, int32_t of) {
-  return static_cast<uint8_t>((int64_t{count} * 255 + of - 1) / of);
-}
+uint8_t share(int32_t count, int32_t of) { return static_cast<uint8_t>((int64_t{count} * 255 + of - 1) / of); }
 
 }  // namespace
 

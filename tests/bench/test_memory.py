@@ -192,7 +192,7 @@ def test_the_prediction_is_of_a_pool_that_is_full(monkeypatch: pytest.MonkeyPatc
         )
 
         def _loaded(self) -> Any:
-            ppm = dict.fromkeys((f"{part}_cost_ppm" for part in ("decode", "rest", "attention", "lanes")), 1_000_000)
+            ppm = dict.fromkeys((f"{part}_cost_ppm" for part in ("decode", "rest", "attention", "hybrid")), 1_000_000)
             stats = ppm | {"host_attention_tokens": 10**8, "host_attention_ns": 7 * 10**8}
             loop = argparse.Namespace(stats=lambda: stats)
             return argparse.Namespace(costs=KnownCosts(None, TABLE), step_loop=loop)  # type: ignore[arg-type]

@@ -300,13 +300,21 @@ def test_native_includes_go_downwards() -> None:
             assert include.split("/")[0] in NATIVE_MAY_INCLUDE[folder], f"{folder}/{path.name} includes {include}"
 
 
+def test_only_rows_on_the_host_have_lanes() -> None:
+    """The scheduler asks a Placement where a sequence lives; a lane is a host row's, and no vector's or queue's."""
+    for path in native_files():
+        name = path.relative_to(CSRC).as_posix()
+        if name.startswith(("core/", "platform/")) and not name.startswith(("core/hybrid/", "platform/cpu/lanes.h")):
+            assert not re.search(r"lanes?(?![a-z])", path.read_text().replace("plane", ""), re.IGNORECASE), name
+
+
 def test_only_the_bindings_know_python_and_nobody_knows_cuda_or_torch() -> None:
     for path in native_files():
         text = path.read_text()
         headers = re.findall(r"^\s*#\s*include\s+[<\"]([^>\"]+)", text, re.MULTILINE)
         for header in headers:
             assert not re.match(r"(cuda|cublas|torch|ATen|c10|nvrtc)", header.split("/")[-1].split("_runtime")[0]) or (
-                header == "platform/cuda_runtime.h"
+                header == "platform/cuda/cuda_runtime.h"
             ), f"{path.name} includes {header}"
             assert header.split("/")[0] not in {"torch", "ATen", "c10", "cuda"}, f"{path.name} includes {header}"
             if path.relative_to(CSRC).parts[0] != "bindings":

@@ -43,13 +43,13 @@ void equal(const A& a, const B& b, const char* text, const char* file, int line)
 
 }  // namespace check
 
-#define TEST(name)                                                \
-  static void test_##name();                                      \
+#define TEST(name)                                                    \
+  static void test_##name();                                          \
   static const check::Registrar registrar_##name(#name, test_##name); \
   static void test_##name()
 
-#define CHECK(condition)                                                       \
-  do {                                                                         \
+#define CHECK(condition)                                                        \
+  do {                                                                          \
     if (!(condition)) check::fail(__FILE__, __LINE__, "CHECK(" #condition ")"); \
   } while (0)
 

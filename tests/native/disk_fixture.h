@@ -18,7 +18,7 @@
 
 #include "check.h"
 #include "core/wait_clock.h"
-#include "platform/disk_store.h"
+#include "platform/disk/disk_store.h"
 #include "step_loop/notifier.h"
 
 namespace asyncengine {
@@ -123,17 +123,13 @@ inline const FileOperations& faulty_files() {
       const int closed = system_files().close(fd);
       return fails(faults.close) ? -1 : closed;
     }
-    static int rename(const char* from, const char* to) {
-      return fails(faults.rename) ? -1 : system_files().rename(from, to);
-    }
+    static int rename(const char* from, const char* to) { return fails(faults.rename) ? -1 : system_files().rename(from, to); }
     static int unlink(const char* path) { return fails(faults.unlink) ? -1 : system_files().unlink(path); }
-    static int mkdir(const char* path, mode_t mode) {
-      return fails(faults.mkdir) ? -1 : system_files().mkdir(path, mode);
-    }
+    static int mkdir(const char* path, mode_t mode) { return fails(faults.mkdir) ? -1 : system_files().mkdir(path, mode); }
     static int64_t now_ns() { return faults.now_ns; }
   };
-  static const FileOperations files = {F::open,   system_files().fstat, F::pread, F::pwrite,            F::close,
-                                       F::rename, F::unlink,            F::mkdir, system_files().touch, F::now_ns};
+  static const FileOperations files = {F::open,  system_files().fstat, F::pread, F::pwrite, F::close, F::rename, F::unlink,
+                                       F::mkdir, system_files().touch, F::now_ns};
   return files;
 }
 
@@ -173,7 +169,9 @@ inline DiskStore::Config disk_config(const Folder& folder, int64_t blocks = 100)
 // Block `id`: its tokens, its place in the chain, its KV.
 struct Block {
   explicit Block(uint32_t id, size_t bytes = kBlockBytes)
-      : tokens(kBlockTokens, static_cast<int32_t>(id)), parent(root_key("model", id % 3)), key(next_key(parent, tokens)),
+      : tokens(kBlockTokens, static_cast<int32_t>(id)),
+        parent(root_key("model", id % 3)),
+        key(next_key(parent, tokens)),
         data(bytes) {
     std::mt19937 random(id);
     for (std::byte& byte : data) byte = static_cast<std::byte>(random());
@@ -211,8 +209,7 @@ class Disk {
   void await(size_t count) {
     const auto end = std::chrono::steady_clock::now() + 20s;
     while (true) {
-      store->take_completions(
-          [this](uint64_t id, DiskResult result) { results.push_back({static_cast<uint32_t>(id), result}); });
+      store->take_completions([this](uint64_t id, DiskResult result) { results.push_back({static_cast<uint32_t>(id), result}); });
       if (results.size() >= count) return;
       if (std::chrono::steady_clock::now() > end) throw std::runtime_error("no completion");
       notifier.wait(1s);

@@ -36,8 +36,9 @@ struct Options {
 
   StepLoopConfig loop() const {
     StepLoopConfig c;
-    c.scheduler = {num_blocks, block_size, max_num_seqs, max_num_batched_tokens, prefill_chunk_size, max_model_len,
-                   prefix_caching, {}, max_samples, max_update_words, max_result_words, 0, num_host_blocks};
+    c.scheduler = {num_blocks,     block_size, max_num_seqs, max_num_batched_tokens, prefill_chunk_size, max_model_len,
+                   prefix_caching, {},         max_samples,  max_update_words,       max_result_words,   0,
+                   num_host_blocks};
     c.scheduler.hybrid = hybrid;
     c.clock = clock;
     c.steps_in_flight = steps_in_flight;
@@ -72,8 +73,8 @@ class Engine {
     const auto config = options.loop();
     model_ = std::make_unique<SimulatedModel>(device, model_config_, StepLoop::limits(config), options.num_blocks,
                                               options.block_size, options.max_model_len / options.block_size + 1);
-    loop = std::make_unique<StepLoop>(config, model_->make_executor(options.steps_in_flight, 20us, options.staging,
-                                                                        options.num_host_blocks));
+    loop = std::make_unique<StepLoop>(
+        config, model_->make_executor(options.steps_in_flight, 20us, options.staging, options.num_host_blocks));
     loop->start();
   }
 

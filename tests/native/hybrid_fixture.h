@@ -117,7 +117,9 @@ class DoneAttention final : public HostAttention {
  public:
   int32_t num_layers() const override { return 1; }
   void post(const HostAttentionJob&) override { ++posted; }
-  HostAttentionStatus poll(int32_t slot) override { return slot == hangs ? HostAttentionStatus::kPending : HostAttentionStatus::kDone; }
+  HostAttentionStatus poll(int32_t slot) override {
+    return slot == hangs ? HostAttentionStatus::kPending : HostAttentionStatus::kDone;
+  }
   void cancel(int32_t) override {}
   bool close(std::chrono::nanoseconds) override { return true; }
   int posted = 0;

@@ -13,8 +13,7 @@ namespace asyncengine::testing {
 
 class Bench {
  public:
-  Bench(const SchedulerConfig& config, int steps_in_flight)
-      : scheduler(config), outbox(1024), block_size_(config.block_size) {
+  Bench(const SchedulerConfig& config, int steps_in_flight) : scheduler(config), outbox(1024), block_size_(config.block_size) {
     staging.resize(scheduler.limits().max_bytes());
     records_.resize(static_cast<size_t>(config.max_result_words));
     flight_.reserve(static_cast<size_t>(steps_in_flight));

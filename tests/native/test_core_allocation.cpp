@@ -138,9 +138,8 @@ TEST(the_users_of_a_disk_store_allocate_nothing) {
     const Block& block = blocks[static_cast<size_t>(i * 7 % 16)];
     bool completed = false;
     const int64_t before = allocations;
-    const bool taken = store.contains(block.key)
-                           ? store.get(block.key, block.parent, block.tokens, target.data(), 0)
-                           : store.put(block.key, block.parent, block.tokens, block.data.data(), 0);
+    const bool taken = store.contains(block.key) ? store.get(block.key, block.parent, block.tokens, target.data(), 0)
+                                                 : store.put(block.key, block.parent, block.tokens, block.data.data(), 0);
     while (taken && !completed) {
       notifier.wait(1s);
       store.take_completions([&completed](uint64_t, DiskResult) { completed = true; });

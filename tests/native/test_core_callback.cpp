@@ -236,13 +236,14 @@ TEST(time_for_which_the_executor_was_held_up_does_not_count) {
   std::atomic<int64_t> released_ns{0};
   const int64_t start_ns = steady_now_ns();
   const auto config = options.loop();
-  StepLoop loop(config, std::make_unique<CallbackExecutor>(
-      StepLoop::limits(config), 17, options.block_size, 2, std::vector<CallbackExecutor::BlockRegion>{}, kSamplingNeeds,
-      [&](const StepBatch& batch, int32_t* tokens) {
-        while (held) std::this_thread::sleep_for(1ms);
-        std::fill_n(tokens, batch.num_samples, 1);
-      },
-      [&](int64_t now) { return (released_ns ? released_ns.load() : now) - start_ns; }));
+  StepLoop loop(
+      config, std::make_unique<CallbackExecutor>(
+                  StepLoop::limits(config), 17, options.block_size, 2, std::vector<CallbackExecutor::BlockRegion>{}, kSamplingNeeds,
+                  [&](const StepBatch& batch, int32_t* tokens) {
+                    while (held) std::this_thread::sleep_for(1ms);
+                    std::fill_n(tokens, batch.num_samples, 1);
+                  },
+                  [&](int64_t now) { return (released_ns ? released_ns.load() : now) - start_ns; }));
   loop.start();
   CHECK(loop.submit({1, {1, 2, 3}, 1, 3, 0, 0, {}, {}}) == SubmitResult::kAccepted);
   std::this_thread::sleep_for(1200ms);

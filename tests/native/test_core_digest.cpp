@@ -40,11 +40,11 @@ TEST(checksum64_is_xxh64) {
     uint64_t seed_0, seed_12345;  // by the xxhash package
   };
   constexpr Vector kVectors[] = {
-      {0, 0xef46db3751d8e999, 0x95584af7701f808d},  {1, 0xe934a84adb052768, 0x18b81924b59e1047},
-      {3, 0x9ff70a635a6209ab, 0x3df1cac951961c9b},  {4, 0xae5acdc00a55ac41, 0xd8650ba0e07c8dbe},
-      {7, 0xd734a6b26f3da63e, 0x8d60ffd61dfbdcf6},  {8, 0x87116b3365b924eb, 0x07be9dcc0c0f8926},
-      {31, 0x0f187c62b1e722b7, 0xcd8e81d282319634}, {32, 0x91b0cb0931a8c629, 0x1c0b4b43c9e3dd6d},
-      {33, 0x931b043cf8d65b94, 0xe73d613b6256de65}, {63, 0x575186c12dcebcfd, 0xbb109a76b9bd3104},
+      {0, 0xef46db3751d8e999, 0x95584af7701f808d},   {1, 0xe934a84adb052768, 0x18b81924b59e1047},
+      {3, 0x9ff70a635a6209ab, 0x3df1cac951961c9b},   {4, 0xae5acdc00a55ac41, 0xd8650ba0e07c8dbe},
+      {7, 0xd734a6b26f3da63e, 0x8d60ffd61dfbdcf6},   {8, 0x87116b3365b924eb, 0x07be9dcc0c0f8926},
+      {31, 0x0f187c62b1e722b7, 0xcd8e81d282319634},  {32, 0x91b0cb0931a8c629, 0x1c0b4b43c9e3dd6d},
+      {33, 0x931b043cf8d65b94, 0xe73d613b6256de65},  {63, 0x575186c12dcebcfd, 0xbb109a76b9bd3104},
       {100, 0xb7fe1d84b2f23a05, 0x5fe18e4476d58389}, {1000, 0x023fd2ed1ff957d5, 0xf91698f761c39c92},
   };
   for (const Vector& vector : kVectors) {

@@ -53,7 +53,9 @@ TEST(only_regular_files_are_read) {
 
 TEST(a_directory_whose_lock_is_a_fifo_is_refused) {
   Folder folder;
-  { const Disk disk(disk_config(folder)); }
+  {
+    const Disk disk(disk_config(folder));
+  }
   const fs::path lock = fs::directory_iterator(folder.path)->path() / "lock";
   fs::remove(lock);
   CHECK_EQ(::mkfifo(lock.c_str(), 0600), 0);
@@ -249,7 +251,7 @@ TEST(no_mixture_of_faults_hands_out_wrong_kv) {
   DiskStore::Config config = disk_config(folder, 20);
   config.num_threads = 4;
   Disk disk(config);
-  std::atomic<int>* const errors[] = {&faults.create, &faults.open,   &faults.write, &faults.read,
+  std::atomic<int>* const errors[] = {&faults.create, &faults.open,   &faults.write,  &faults.read,
                                       &faults.close,  &faults.rename, &faults.unlink, &faults.mkdir};
   std::mt19937 random(5);
   int64_t done = 0, failed = 0;

@@ -60,8 +60,8 @@ TEST(files_of_blocks_are_the_users_alone) {
   for (const auto& entry : fs::recursive_directory_iterator(folder.path / "parent")) {
     const bool is_folder = entry.is_directory();
     folders += is_folder;
-    CHECK((entry.status().permissions() & fs::perms::mask) == (is_folder ? fs::perms::owner_all
-                                                                         : fs::perms::owner_read | fs::perms::owner_write));
+    CHECK((entry.status().permissions() & fs::perms::mask) ==
+          (is_folder ? fs::perms::owner_all : fs::perms::owner_read | fs::perms::owner_write));
   }
   CHECK_EQ(folders, 4);
 }
@@ -139,8 +139,8 @@ TEST(a_file_of_another_block_is_not_believed) {
     CHECK_EQ(disk.put_now(1), kDone);
     const Block block(1), other(2);
     std::vector<std::byte> target(kBlockBytes);
-    CHECK(disk.store->get(block.key, other_parent ? other.parent : block.parent,
-                          other_parent ? block.tokens : other.tokens, target.data(), 0));
+    CHECK(disk.store->get(block.key, other_parent ? other.parent : block.parent, other_parent ? block.tokens : other.tokens,
+                          target.data(), 0));
     CHECK_EQ(disk.only_result(), kCorrupt);
   }
 }
@@ -310,9 +310,7 @@ TEST(a_disk_store_refuses_what_cannot_work) {
     }
     return "";
   };
-  const auto names = [&refusal](const DiskStore::Config& config) {
-    return refusal(config).find(config.path) != std::string::npos;
-  };
+  const auto names = [&refusal](const DiskStore::Config& config) { return refusal(config).find(config.path) != std::string::npos; };
   DiskStore::Config config = disk_config(folder);
   overwrite(folder.path / "file", "");
   config.path = (folder.path / "file" / "deeper").string();

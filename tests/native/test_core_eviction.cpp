@@ -4,7 +4,7 @@
 #include <vector>
 
 #include "check.h"
-#include "core/disk_tier.h"
+#include "core/tier/disk_tier.h"
 #include "hybrid_fixture.h"
 
 namespace {

@@ -96,10 +96,16 @@ TEST(what_can_never_fit_is_refused) {
     return engine.submit(one) == SubmitResult::kTooLarge;
   };
   CHECK(refused([](RequestExtras& e) { e.entries.resize(21); }));
-  CHECK(refused([](RequestExtras& e) { e.history = true; e.entries.resize(13); }));
+  CHECK(refused([](RequestExtras& e) {
+    e.history = true;
+    e.entries.resize(13);
+  }));
   CHECK(refused([](RequestExtras& e) { e.result_words = 5; }));
   CHECK(refused([](RequestExtras& e) { e.tokens_per_step = 3; }));
-  CHECK(refused([](RequestExtras& e) { e.tokens_per_step = 2; e.result_words = 3; }));
+  CHECK(refused([](RequestExtras& e) {
+    e.tokens_per_step = 2;
+    e.result_words = 3;
+  }));
   CHECK(refused([](RequestExtras& e) { e.score_from = 3; }));
   CHECK(!refused([](RequestExtras& e) {
     e.history = true;
@@ -142,10 +148,13 @@ TEST(a_torn_or_stale_record_is_found) {
   std::vector<int64_t> words;
   GraphExecutor::Graphs graphs;
   graphs.buckets.push_back({4, 64, false, kAnyContext, {}});
-  graphs.buckets[0].variants.push_back({0, device.add_graph([&] {
-    staging->output(0)[0] = words[0];
-    std::copy(words.begin() + 1, words.end(), staging->output(0) + staging->records_begin() + 1);
-  }, 0ns)});
+  graphs.buckets[0].variants.push_back({0, device.add_graph(
+                                               [&] {
+                                                 staging->output(0)[0] = words[0];
+                                                 std::copy(words.begin() + 1, words.end(),
+                                                           staging->output(0) + staging->records_begin() + 1);
+                                               },
+                                               0ns)});
   GraphExecutor executor(SimulatedDevice::runtime(), device.ordinal(), staging, graphs, 20us);
   const auto word = [](int64_t step, int32_t payload) { return step << 32 | static_cast<uint32_t>(payload); };
   const auto run = [&](std::vector<int64_t> left) {
@@ -246,7 +255,10 @@ TEST(extras_change_no_token) {
     options.num_blocks = seed % 2 == 0 ? 64 : 14;  // 14: preemption
     options.prefix_caching = seed < 4;
     options.prefill_chunk_size = seed == 2 ? 5 : 0;
-    options.staging = seed == 1 ? StagingMode::kPageable : seed == 3 ? StagingMode::kPinned : seed == 5 ? StagingMode::kMapped : StagingMode::kAhead;
+    options.staging = seed == 1   ? StagingMode::kPageable
+                      : seed == 3 ? StagingMode::kPinned
+                      : seed == 5 ? StagingMode::kMapped
+                                  : StagingMode::kAhead;
     longer += run_extras(options, seed, 60);
   }
   CHECK(longer > 0);  // some were preempted, and their slots filled again

@@ -310,7 +310,9 @@ TEST(many_requests_take_time_in_proportion) {
   SchedulerConfig config{4096, 16, 4096, 4096, 0, 64, true, {}};
   Bench bench(config, 1);
   std::vector<Request*> all;
-  for (uint64_t id = 1; id <= 65'536; ++id) all.push_back(&bench.add(make_spec(id, 1, 5), static_cast<int64_t>((id * 7919) % 65'537)));
+  for (uint64_t id = 1; id <= 65'536; ++id) {
+    all.push_back(&bench.add(make_spec(id, 1, 5), static_cast<int64_t>((id * 7919) % 65'537)));
+  }
   CHECK_EQ(bench.scheduler.stats().num_requests_waiting, 65'536);
   int64_t previous = -1;
   const StepPlan* plan = bench.launch();

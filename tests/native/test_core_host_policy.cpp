@@ -267,9 +267,9 @@ TEST(every_host_row_gets_its_turn) {
   bench.rounds(40);
   CHECK_EQ(bench.stats().num_host_rows, 5);
   std::map<const Slot*, int32_t> before;
-  bench.scheduler.visit_host_rows([&](const Slot& slot, const auto&, auto) { before[&slot] = slot.num_tokens(); });
+  for (const HostRowView& view : bench.scheduler.host_rows()) before[view.slot] = view.slot->num_tokens();
   bench.rounds(60);  // as many tokens, of five
-  bench.scheduler.visit_host_rows([&](const Slot& slot, const auto&, auto) { CHECK(slot.num_tokens() >= before[&slot] + 8); });
+  for (const HostRowView& view : bench.scheduler.host_rows()) CHECK(view.slot->num_tokens() >= before[view.slot] + 8);
 }
 
 // A block that is copied out because it is old is found by a sequence, which moves out before that copy is over.

@@ -14,9 +14,9 @@
 #include <vector>
 
 #include "check.h"
-#include "platform/cpu_kernels.h"
-#include "platform/host_timing.h"
-#include "platform/host_workers.h"
+#include "platform/cpu/kernels.h"
+#include "platform/host/host_timing.h"
+#include "platform/host/host_workers.h"
 
 using namespace asyncengine;
 
@@ -86,19 +86,17 @@ HostAttentionStatus wait(HostWorkers& workers, int32_t slot) {
 
 // Rows of one block each for tests of what becomes of jobs: what they attend to is of no interest.
 struct Setup {
-  explicit Setup(int32_t num_slots, int num_workers = 1, std::function<void(const HostAttentionJob&)> hook = {},
-                 size_t layers = 1)
-      : exchange(std::make_shared<HostExchange>(HostShape{Dtype::kFloat32, num_slots, 2, 1, 8})),
-        heads(Dtype::kFloat32, 4 * 8, 1) {
+  explicit Setup(int32_t num_slots, int num_workers = 1, std::function<void(const HostAttentionJob&)> hook = {}, size_t layers = 1)
+      : exchange(std::make_shared<HostExchange>(HostShape{Dtype::kFloat32, num_slots, 2, 1, 8})), heads(Dtype::kFloat32, 4 * 8, 1) {
     const size_t block_bytes = layers * 2 * 8 * kBlockSize * sizeof(float);
     memory = std::make_shared<std::vector<std::byte>>(block_bytes * sized(num_slots));
     for (int32_t slot = 0; slot < num_slots; ++slot) tables.push_back({slot});
-    workers = std::make_unique<HostWorkers>(
-        select_cpu_isa("auto"), HostWorkers::Config{.exchange = exchange,
-                                                    .blocks = {memory->data(), block_bytes, kBlockSize, false, memory},
-                                                    .layers = std::vector<HostLayer>(layers),
-                                                    .num_workers = num_workers,
-                                                    .before_attending = std::move(hook)});
+    workers = std::make_unique<HostWorkers>(select_cpu_isa("auto"),
+                                            HostWorkers::Config{.exchange = exchange,
+                                                                .blocks = {memory->data(), block_bytes, kBlockSize, false, memory},
+                                                                .layers = std::vector<HostLayer>(layers),
+                                                                .num_workers = num_workers,
+                                                                .before_attending = std::move(hook)});
   }
   HostAttentionJob job(int32_t slot, uint32_t step, int32_t layer = 0, int32_t position = 0) const {
     return {slot, layer, step, position, tables[sized(slot)].data()};
@@ -146,10 +144,15 @@ struct Shape {
 // A row of `length` tokens in a cache of the CPU's own, whose last token is yet to be stored.
 struct Reference {
   Reference(CpuKernels& own, Dtype type, bool float8, const Shape& of)
-      : kernels(own), dtype(type), shape(of), element(float8 ? 1 : dtype_size(type)),
+      : kernels(own),
+        dtype(type),
+        shape(of),
+        element(float8 ? 1 : dtype_size(type)),
         blocks((of.length + kBlockSize - 1) / kBlockSize),
         cell(of.dim * kBlockSize * element),
-        k(sized(blocks * of.kv_heads * cell), std::byte{0xff}), v(k), scales(sized(4 * of.kv_heads)),
+        k(sized(blocks * of.kv_heads * cell), std::byte{0xff}),
+        v(k),
+        scales(sized(4 * of.kv_heads)),
         heads(type, (of.q_heads + 2 * of.kv_heads) * of.dim, 7) {
     for (int64_t head = 0; head < of.kv_heads; ++head) {  // keys, values: scales and inverses
       const float scale = 0.01f * static_cast<float>(head + 1);
@@ -161,9 +164,7 @@ struct Reference {
     kernels.store_kv(type, keys.at(0), width, values.at(0), width, cache(), batch(0, before));
   }
 
-  PagedKV cache() {
-    return {k.data(), v.data(), shape.kv_heads, shape.dim, kBlockSize, element == 1 ? scales.data() : nullptr};
-  }
+  PagedKV cache() { return {k.data(), v.data(), shape.kv_heads, shape.dim, kBlockSize, element == 1 ? scales.data() : nullptr}; }
   StepBatch batch(int64_t begin, int64_t end) const {
     StepBatch made;
     made.num_tokens = static_cast<int32_t>(end - begin);
@@ -270,9 +271,8 @@ TEST(host_workers_reject_blocks_of_another_shape) {
   for (const size_t bytes : {size_t{1023}, size_t{2048}}) {
     bool thrown = false;
     try {
-      HostWorkers(select_cpu_isa("auto"), {.exchange = exchange,
-                                           .blocks = {nullptr, bytes, kBlockSize, false, nullptr},
-                                           .layers = {HostLayer{}}});
+      HostWorkers(select_cpu_isa("auto"),
+                  {.exchange = exchange, .blocks = {nullptr, bytes, kBlockSize, false, nullptr}, .layers = {HostLayer{}}});
     } catch (const std::invalid_argument&) {
       thrown = true;
     }
@@ -413,9 +413,11 @@ TEST(host_workers_attend_for_many_slots_at_once) {
 
 TEST(host_attention_is_timed_in_either_layout) {
   for (const bool transposed : {true, false}) {
-    const double nanoseconds = time_host_attention(
-        select_cpu_isa("auto"), {.shape = {Dtype::kBFloat16, 1, 2, 1, 16}, .transposed_keys = transposed,
-                                 .num_workers = 2, .tokens = 20, .bytes = 1 << 16});
+    const double nanoseconds = time_host_attention(select_cpu_isa("auto"), {.shape = {Dtype::kBFloat16, 1, 2, 1, 16},
+                                                                            .transposed_keys = transposed,
+                                                                            .num_workers = 2,
+                                                                            .tokens = 20,
+                                                                            .bytes = 1 << 16});
     CHECK(std::isfinite(nanoseconds) && nanoseconds > 0);
   }
 }

@@ -7,8 +7,8 @@
 #include <vector>
 
 #include "check.h"
-#include "platform/host_workers.h"
-#include "platform/simulated_device.h"
+#include "platform/cuda/simulated_device.h"
+#include "platform/host/host_workers.h"
 #include "step_loop/graph_link.h"
 
 using namespace asyncengine;

@@ -77,10 +77,11 @@ std::unique_ptr<StepLoop> make_loop(const Options& options, MaskedModel& model) 
   config.scheduler.mask_words = (kVocab + 31) / 32;
   const auto bytes = static_cast<size_t>(options.block_size) * sizeof(int32_t);
   return std::make_unique<StepLoop>(
-      config, std::make_unique<CallbackExecutor>(
-                  StepLoop::limits(config), options.max_model_len / options.block_size + 1, options.block_size,
-                  options.steps_in_flight, std::vector<CallbackExecutor::BlockRegion>{{reinterpret_cast<std::byte*>(model.kv.data()), bytes}},
-                  kSamplingNeeds | kNeedMask, [&model](const StepBatch& b, int32_t* tokens) { model.forward(b, tokens); }));
+      config,
+      std::make_unique<CallbackExecutor>(
+          StepLoop::limits(config), options.max_model_len / options.block_size + 1, options.block_size, options.steps_in_flight,
+          std::vector<CallbackExecutor::BlockRegion>{{reinterpret_cast<std::byte*>(model.kv.data()), bytes}},
+          kSamplingNeeds | kNeedMask, [&model](const StepBatch& b, int32_t* tokens) { model.forward(b, tokens); }));
 }
 
 void write_mask(MaskChannel& channel, int32_t position, bool with_forced) {

@@ -41,7 +41,7 @@ TEST(a_sequence_at_the_address_of_a_blocked_one_is_not_blocked) {
 }
 
 TEST(a_request_leaves_the_queue_once) {
-  struct Observer final : Scheduler::QueueObserver {
+  struct Observer final : QueueObserver {
     void left_queue(const Request& request) override { ++left[request.id]; }
     std::map<uint64_t, int> left;
   } observer;

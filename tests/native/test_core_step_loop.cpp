@@ -150,7 +150,8 @@ TEST(submit_and_abort_race_with_the_step_thread) {
     std::thread watcher([&] {
       while (!done) {
         const Stats s = engine.loop->stats();
-        CHECK(s.num_free_blocks >= 0 && s.num_free_blocks <= options.num_blocks && s.num_steps_in_flight <= depth && s.live_requests >= 0);
+        CHECK(s.num_free_blocks >= 0 && s.num_free_blocks <= options.num_blocks && s.num_steps_in_flight <= depth &&
+              s.live_requests >= 0);
         std::this_thread::sleep_for(50us);
       }
     });

@@ -9,7 +9,7 @@
 #include <vector>
 
 #include "check.h"
-#include "platform/cpu_kernels.h"
+#include "platform/cpu/kernels.h"
 
 using namespace asyncengine;
 
@@ -47,8 +47,7 @@ struct Array {
   }
   bool same(int64_t element, const Array& other, int64_t other_element, int64_t count) const {
     return std::memcmp(bytes.data() + static_cast<size_t>(element) * size(),
-                       other.bytes.data() + static_cast<size_t>(other_element) * size(),
-                       static_cast<size_t>(count) * size()) == 0;
+                       other.bytes.data() + static_cast<size_t>(other_element) * size(), static_cast<size_t>(count) * size()) == 0;
   }
 
   Dtype dtype;
@@ -110,15 +109,15 @@ TEST(cpu_linear_is_right_and_batch_invariant) {
 
 TEST(cpu_linear_reads_panels) {
   for_each_isa([](CpuKernels& one, CpuKernels& three, Dtype dtype) {
-    const int64_t n = 50, rows = 41, lanes = one.lanes(), parts = 4 / dtype_size(dtype);
+    const int64_t n = 50, rows = 41, width = one.vector_width(), parts = 4 / dtype_size(dtype);
     for (const int64_t k : {1, 45, 200}) {
       Array w(dtype, random_floats(n * k, 1)), bias(dtype, random_floats(n, 2)), x(dtype, random_floats(rows * k, 3));
       const int64_t steps = one.panel_steps(dtype), stored_k = (k + steps - 1) / steps * steps;
-      const int64_t stored_n = (n + 2 * lanes - 1) / (2 * lanes) * 2 * lanes;
+      const int64_t stored_n = (n + 2 * width - 1) / (2 * width) * 2 * width;
       Array panels(dtype, stored_n * stored_k);
       for (int64_t column = 0; column < n; ++column) {
         for (int64_t i = 0; i < k; ++i) {
-          const int64_t word = (column / lanes * (stored_k / parts) + i / parts) * lanes + column % lanes;
+          const int64_t word = (column / width * (stored_k / parts) + i / parts) * width + column % width;
           std::memcpy(panels.at(word * parts + i % parts), w.at(column * k + i), w.size());
         }
       }
@@ -145,8 +144,15 @@ TEST(cpu_linear_norms_its_input_and_activates) {
       Array product(dtype, rows * n), activated(dtype, rows * n), both(dtype, rows * n);
       for (const bool adds : {false, true}) {
         const CpuNorm norm{scale.at(0), adds ? shift.at(0) : nullptr, 1e-5f};
-        const NormTask task{.x = x.at(0), .residual = adds ? residual.at(0) : nullptr, .weight = norm.weight,
-                            .bias = norm.bias, .y = normed.at(0), .x_stride = k, .y_stride = k, .heads = 1, .width = k,
+        const NormTask task{.x = x.at(0),
+                            .residual = adds ? residual.at(0) : nullptr,
+                            .weight = norm.weight,
+                            .bias = norm.bias,
+                            .y = normed.at(0),
+                            .x_stride = k,
+                            .y_stride = k,
+                            .heads = 1,
+                            .width = k,
                             .eps = norm.eps};
         one.norm(dtype, task, rows);
         one.linear(linear, normed.at(0), k, rows, product.at(0), false);
@@ -165,15 +171,15 @@ TEST(cpu_linear_norms_its_input_and_activates) {
 
 TEST(cpu_panels_are_packed_from_either_layout_and_looked_up) {
   for_each_isa([](CpuKernels& one, CpuKernels& three, Dtype dtype) {
-    const int64_t n = 301, lanes = one.lanes(), parts = 4 / dtype_size(dtype), tokens = 37;
+    const int64_t n = 301, width = one.vector_width(), parts = 4 / dtype_size(dtype), tokens = 37;
     for (const int64_t k : {1, 45, 200}) {
       const int64_t steps = one.panel_steps(dtype), stored_k = (k + steps - 1) / steps * steps;
-      const int64_t stored_n = (n + 2 * lanes - 1) / (2 * lanes) * 2 * lanes;
+      const int64_t stored_n = (n + 2 * width - 1) / (2 * width) * 2 * width;
       Array w(dtype, random_floats(n * k, 1)), turned(dtype, n * k), positions(dtype, random_floats(5 * k, 2));
       Array expected(dtype, stored_n * stored_k);
       for (int64_t column = 0; column < n; ++column) {
         for (int64_t i = 0; i < k; ++i) {
-          const int64_t word = (column / lanes * (stored_k / parts) + i / parts) * lanes + column % lanes;
+          const int64_t word = (column / width * (stored_k / parts) + i / parts) * width + column % width;
           std::memcpy(expected.at(word * parts + i % parts), w.at(column * k + i), w.size());
           std::memcpy(turned.at(i * n + column), w.at(column * k + i), w.size());
         }
@@ -211,8 +217,16 @@ TEST(cpu_rows_are_right_and_batch_invariant) {
     Array x(dtype, random_floats(rows * width, 1)), weight(dtype, random_floats(width, 2));
     Array y(dtype, rows * width), single(dtype, width);
     auto task = [&](int64_t row, Array& out) {
-      return NormTask{.x = x.at(row * width), .residual = nullptr, .weight = weight.at(0), .bias = nullptr,
-                      .y = out.at(0), .x_stride = width, .y_stride = width, .heads = 1, .width = width, .eps = 1e-6f};
+      return NormTask{.x = x.at(row * width),
+                      .residual = nullptr,
+                      .weight = weight.at(0),
+                      .bias = nullptr,
+                      .y = out.at(0),
+                      .x_stride = width,
+                      .y_stride = width,
+                      .heads = 1,
+                      .width = width,
+                      .eps = 1e-6f};
     };
     three.norm(dtype, task(0, y), rows);
     for (int64_t row = 0; row < rows; ++row) {
@@ -225,8 +239,10 @@ TEST(cpu_rows_are_right_and_batch_invariant) {
                             std::sqrt(squares / static_cast<double>(width) + 1e-6);
     CHECK(std::abs(static_cast<double>(y.value(5)) - expected) <= static_cast<double>(tolerance(dtype)) * (1 + std::abs(expected)));
 
-    for (const Activation kind : {Activation{ActivationFunction::kGelu, false}, {ActivationFunction::kGeluTanh, false},
-                                  {ActivationFunction::kGeluTanh, true}, {ActivationFunction::kSilu, true}}) {
+    for (const Activation kind : {Activation{ActivationFunction::kGelu, false},
+                                  {ActivationFunction::kGeluTanh, false},
+                                  {ActivationFunction::kGeluTanh, true},
+                                  {ActivationFunction::kSilu, true}}) {
       const int64_t out_width = kind.gated ? width / 2 : width;
       const int64_t in_width = kind.gated ? out_width * 2 : width;
       three.activation(dtype, kind, x.at(0), y.at(0), rows, out_width);
@@ -250,8 +266,7 @@ TEST(cpu_attention_over_float8_is_chunk_invariant) {
     auto run = [&](CpuKernels& kernels, int64_t begin, int64_t end, Array& out) {
       const StepBatch batch = one_row(table, block_size, begin, end);
       kernels.store_kv(dtype, k.at(begin * dim), dim, v.at(begin * dim), dim, cache, batch);
-      kernels.paged_attention(dtype, q.at(begin * heads * dim), heads * dim, end - begin, heads, out.at(0), cache,
-                              batch, 0.25f, 0);
+      kernels.paged_attention(dtype, q.at(begin * heads * dim), heads * dim, end - begin, heads, out.at(0), cache, batch, 0.25f, 0);
     };
     Array whole(dtype, length * heads * dim), part(dtype, length * heads * dim);
     run(three, 0, length, whole);
@@ -284,8 +299,8 @@ TEST(cpu_attention_is_right_and_chunk_invariant) {
     auto run = [&](CpuKernels& kernels, int64_t begin, int64_t end, int64_t window, Array& out) {
       const StepBatch batch = make_batch(begin, end);
       kernels.store_kv(dtype, k.at(begin * dim), dim, v.at(begin * dim), dim, cache, batch);
-      kernels.paged_attention(dtype, q.at(begin * heads * dim), heads * dim, end - begin, heads, out.at(0), cache,
-                              batch, 0.25f, window, softcap);
+      kernels.paged_attention(dtype, q.at(begin * heads * dim), heads * dim, end - begin, heads, out.at(0), cache, batch, 0.25f,
+                              window, softcap);
     };
     auto run_fused = [&](CpuKernels& kernels, int64_t begin, int64_t end, int64_t window, Array& out) {
       Array qkv(dtype, (end - begin) * (heads + 2) * dim);
@@ -326,8 +341,7 @@ TEST(cpu_attention_is_right_and_chunk_invariant) {
         sum += std::exp(score);
         value += std::exp(score) * static_cast<double>(v.value(key * dim));
       }
-      CHECK(std::abs(static_cast<double>(whole.value(last * heads * dim)) - value / sum) <=
-            static_cast<double>(tolerance(dtype)));
+      CHECK(std::abs(static_cast<double>(whole.value(last * heads * dim)) - value / sum) <= static_cast<double>(tolerance(dtype)));
     }
   });
 }

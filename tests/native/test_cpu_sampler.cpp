@@ -4,7 +4,7 @@
 #include <vector>
 
 #include "check.h"
-#include "platform/cpu_sampler.h"
+#include "platform/cpu/sampler.h"
 
 using namespace asyncengine;
 

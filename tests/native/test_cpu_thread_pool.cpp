@@ -6,7 +6,7 @@
 #include <vector>
 
 #include "check.h"
-#include "platform/thread_pool.h"
+#include "platform/cpu/thread_pool.h"
 
 using asyncengine::ThreadPool;
 

@@ -11,9 +11,7 @@ namespace {
 using namespace asyncengine;
 using namespace asyncengine::testing;
 
-StepCosts some_costs() {
-  return StepCosts({{1, 100, 1}, {4, 130, 2}}, {{16, 1000, 1}, {64, 2000, 5}}, {10, 0.5}, {20, 0.25}, {});
-}
+StepCosts some_costs() { return StepCosts({{1, 100, 1}, {4, 130, 2}}, {{16, 1000, 1}, {64, 2000, 5}}, {10, 0.5}, {20, 0.25}, {}); }
 
 // A token takes 10 us, whatever else there is.
 StepCosts by_tokens(double context_ns = 0) {
@@ -99,27 +97,27 @@ TEST(costs_follow_steps_slowly_and_outliers_hardly) {
 TEST(steps_with_lanes_have_a_factor_of_their_own) {
   StepCosts costs = some_costs();
   const int64_t alone = costs.decode_ns(4, 100), read_by_two = 133;  // lanes attend to nothing
-  CHECK_EQ(costs.lanes_ns(2, 2, 100, 70), 130 + read_by_two + 70);
-  for (int i = 0; i < 300; ++i) costs.learn_lanes(costs.lanes_ns(2, 2, 100, 70), 800);
+  CHECK_EQ(costs.hybrid_ns(2, 2, 100, 70), 130 + read_by_two + 70);
+  for (int i = 0; i < 300; ++i) costs.learn_hybrid(costs.hybrid_ns(2, 2, 100, 70), 800);
   CHECK_EQ(costs.decode_ns(4, 100), alone);
-  CHECK(std::abs(costs.lanes_ns(2, 2, 100, 70) - 800) <= 8);
+  CHECK(std::abs(costs.hybrid_ns(2, 2, 100, 70) - 800) <= 8);
   // If all steps take longer, steps with lanes take longer as well.
   for (int i = 0; i < 64; ++i) costs.learn_decode(costs.decode_ns(4, 100), alone);
   for (int i = 0; i < 300; ++i) costs.learn_decode(costs.decode_ns(4, 100), 2 * alone);
-  CHECK(std::abs(costs.lanes_ns(2, 2, 100, 70) - 1600) <= 32);
-  CHECK_EQ(StepCosts().lanes_ns(2, 2, 100, 70), 0);
+  CHECK(std::abs(costs.hybrid_ns(2, 2, 100, 70) - 1600) <= 32);
+  CHECK_EQ(StepCosts().hybrid_ns(2, 2, 100, 70), 0);
 }
 
 // An engine that had rows on the host from its first steps on: what all steps take longer counts as the lanes', until some have none.
 TEST(the_first_steps_without_lanes_leave_what_lanes_take) {
   StepCosts costs = some_costs();
-  const int64_t alone = costs.decode_ns(2, 100), together = costs.lanes_ns(2, 2, 100, 70);
-  for (int i = 0; i < 300; ++i) costs.learn_lanes(costs.lanes_ns(2, 2, 100, 70), 3 * together / 2);
+  const int64_t alone = costs.decode_ns(2, 100), together = costs.hybrid_ns(2, 2, 100, 70);
+  for (int i = 0; i < 300; ++i) costs.learn_hybrid(costs.hybrid_ns(2, 2, 100, 70), 3 * together / 2);
   for (int i = 0; i < 64; ++i) costs.learn_decode(costs.decode_ns(2, 100), 3 * alone / 2);
-  CHECK(std::abs(costs.lanes_ns(2, 2, 100, 70) - 3 * together / 2) <= 6);
+  CHECK(std::abs(costs.hybrid_ns(2, 2, 100, 70) - 3 * together / 2) <= 6);
   CHECK(std::abs(costs.decode_ns(2, 100) - 3 * alone / 2) <= 6);
   for (int i = 0; i < 300; ++i) costs.learn_decode(costs.decode_ns(2, 100), 3 * alone);
-  CHECK(std::abs(costs.lanes_ns(2, 2, 100, 70) - 3 * together) <= 40);
+  CHECK(std::abs(costs.hybrid_ns(2, 2, 100, 70) - 3 * together) <= 40);
 }
 
 TEST(attention_and_the_rest_are_told_apart) {

@@ -139,41 +139,43 @@ TEST(aborts_give_everything_back) {
 constexpr StagingMode kAllStaging[] = {StagingMode::kPageable, StagingMode::kPinned, StagingMode::kMapped, StagingMode::kAhead};
 
 TEST(a_device_fault_fails_the_engine_with_its_error) {
-  for (const StagingMode staging : kAllStaging) for (const auto latency : {0us, 1000us}) {  // with latency, launches are held back
-    Options options;
-    options.latency = latency;
-    options.staging = staging;
-    Engine engine(options);
-    engine.device.fail_at(10);
-    RequestSpec spec;
-    spec.prompt = {1, 2, 3};
-    spec.max_tokens = 200;
-    CHECK(engine.submit(spec) == SubmitResult::kAccepted);
-    CHECK(!engine.run());
-    CHECK(engine.loop->error().find("illegal memory access") != std::string::npos);
-    CHECK(engine.submit(spec) == SubmitResult::kClosed);
-    CHECK(engine.loop->stop(1s));
-  }
+  for (const StagingMode staging : kAllStaging)
+    for (const auto latency : {0us, 1000us}) {  // with latency, launches are held back
+      Options options;
+      options.latency = latency;
+      options.staging = staging;
+      Engine engine(options);
+      engine.device.fail_at(10);
+      RequestSpec spec;
+      spec.prompt = {1, 2, 3};
+      spec.max_tokens = 200;
+      CHECK(engine.submit(spec) == SubmitResult::kAccepted);
+      CHECK(!engine.run());
+      CHECK(engine.loop->error().find("illegal memory access") != std::string::npos);
+      CHECK(engine.submit(spec) == SubmitResult::kClosed);
+      CHECK(engine.loop->stop(1s));
+    }
 }
 
 TEST(a_hung_kernel_becomes_an_error_within_the_time_limit) {
-  for (const StagingMode staging : kAllStaging) for (const auto latency : {0us, 1000us}) {
-    Options options;
-    options.latency = latency;
-    options.staging = staging;
-    options.step_timeout = 50ms;
-    Engine engine(options);
-    engine.device.hang_at(10);
-    RequestSpec spec;
-    spec.prompt = {1, 2, 3};
-    spec.max_tokens = 200;
-    CHECK(engine.submit(spec) == SubmitResult::kAccepted);
-    CHECK(!engine.run());
-    CHECK(engine.loop->error().find("did not finish within") != std::string::npos);
-    CHECK(!engine.loop->stop(10ms));  // still hanging: its buffers may not be freed
-    engine.device.resume();
-    CHECK(engine.loop->stop(5s));
-  }
+  for (const StagingMode staging : kAllStaging)
+    for (const auto latency : {0us, 1000us}) {
+      Options options;
+      options.latency = latency;
+      options.staging = staging;
+      options.step_timeout = 50ms;
+      Engine engine(options);
+      engine.device.hang_at(10);
+      RequestSpec spec;
+      spec.prompt = {1, 2, 3};
+      spec.max_tokens = 200;
+      CHECK(engine.submit(spec) == SubmitResult::kAccepted);
+      CHECK(!engine.run());
+      CHECK(engine.loop->error().find("did not finish within") != std::string::npos);
+      CHECK(!engine.loop->stop(10ms));  // still hanging: its buffers may not be freed
+      engine.device.resume();
+      CHECK(engine.loop->stop(5s));
+    }
 }
 
 TEST(the_queue_is_limited) {
@@ -231,10 +233,13 @@ TEST(a_step_waits_for_its_input_which_is_copied_while_the_one_before_runs) {
   std::vector<int64_t> seen;
   GraphExecutor::Graphs graphs;
   graphs.buckets.push_back({4, 64, false, kAnyContext, {}});
-  graphs.buckets[0].variants.push_back({0, device.add_graph([&] {
-    while (!both_launched) std::this_thread::sleep_for(100us);  // the second step's copy is enqueued, and not yet made
-    seen.push_back(StepInputView(staging->device_input(static_cast<int>(seen.size()))).header().step);
-  }, 0ns)});
+  graphs.buckets[0].variants.push_back(
+      {0, device.add_graph(
+              [&] {
+                while (!both_launched) std::this_thread::sleep_for(100us);  // the second step's copy is enqueued, and not yet made
+                seen.push_back(StepInputView(staging->device_input(static_cast<int>(seen.size()))).header().step);
+              },
+              0ns)});
   GraphExecutor executor(SimulatedDevice::runtime(), device.ordinal(), staging, graphs, 20us);
   for (const int i : {0, 1}) {
     StepInputHeader header{};
@@ -305,7 +310,9 @@ TEST(a_step_with_lanes_takes_the_first_bucket_that_has_them_and_fits) {
   const StepLimits limits{4, 64, 16};
   const auto staging = std::make_shared<Staging>(SimulatedDevice::runtime(), device.ordinal(), limits, 2, StagingMode::kMapped);
   GraphExecutor::Graphs graphs;
-  graphs.buckets = {{4, 4, true, kAnyContext, {}, 0}, {4, 4, true, kAnyContext, {}, 2}, {4, 64, false, kAnyContext, {}, 0},
+  graphs.buckets = {{4, 4, true, kAnyContext, {}, 0},
+                    {4, 4, true, kAnyContext, {}, 2},
+                    {4, 64, false, kAnyContext, {}, 0},
                     {4, 64, false, kAnyContext, {}, 2}};
   for (GraphBucket& bucket : graphs.buckets) bucket.variants.push_back({0, device.add_graph([] {}, 0ns)});
   GraphExecutor executor(SimulatedDevice::runtime(), device.ordinal(), staging, graphs, 20us);
@@ -313,8 +320,8 @@ TEST(a_step_with_lanes_takes_the_first_bucket_that_has_them_and_fits) {
     StepInputHeader header{};
     header.num_rows = rows;
     header.num_tokens = tokens;
-    header.num_lanes = lanes;
-    header.num_lane_rows = lane_rows;
+    header.host_rows.num_lanes = lanes;
+    header.host_rows.num_rows = lane_rows;
     std::memcpy(executor.staging(0).data(), &header, sizeof(header));
     return executor.kind(0);
   };
@@ -363,7 +370,9 @@ TEST(a_step_takes_the_first_variant_that_serves_its_needs) {
   std::vector<Needs> launched;
   const auto variants = [&](std::vector<Needs> all) {
     std::vector<GraphVariant> result;
-    for (const Needs needs : all) result.push_back({needs, device.add_graph([&launched, needs] { launched.push_back(needs); }, 0ns)});
+    for (const Needs needs : all) {
+      result.push_back({needs, device.add_graph([&launched, needs] { launched.push_back(needs); }, 0ns)});
+    }
     return result;
   };
   GraphExecutor::Graphs graphs;

@@ -115,7 +115,7 @@ def test_attention_on_the_host_is_measured_by_workers(
     assert time_host_attention(config, replace(model, head_dim=7), dtype, transposed_keys=True) == []
 
 
-PARTS = ("decode", "rest", "attention", "lanes")
+PARTS = ("decode", "rest", "attention", "hybrid")
 ATTENTION = [HostAttention(1, 100, 2.0), HostAttention(8, 100, 3.0), HostAttention(8, 900, 5.0)]
 
 

@@ -141,14 +141,14 @@ class CpuOps(BaseOps[CpuLinearHandle]):
         return found
 
     def _panels(self, weight: Tensor) -> Tensor:
-        """weight [N, K] as [N / lanes, K / P, lanes, P], P elements in 4 bytes.
+        """weight [N, K] as [N / W, K / P, W, P], W the vector width, P elements in 4 bytes.
 
         Zeros fill N up to two panels and K to a multiple of panel_steps.
         """
-        dtype, lanes, parts = _dtype(weight), self._native.lanes, 4 // weight.element_size()
+        dtype, width, parts = _dtype(weight), self._native.vector_width, 4 // weight.element_size()
         n, k = weight.shape
-        filled_n, filled_k = n + -n % (2 * lanes), k + -k % self._native.panel_steps(dtype)
-        panels = self._panel_memory.empty((filled_n // lanes, filled_k // parts, lanes, parts), weight.dtype)
+        filled_n, filled_k = n + -n % (2 * width), k + -k % self._native.panel_steps(dtype)
+        panels = self._panel_memory.empty((filled_n // width, filled_k // parts, width, parts), weight.dtype)
         self._native.pack_panels(dtype, weight.data_ptr(), _is_transposed(weight), n, k, panels.data_ptr())
         return panels
 

@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 
 FORMAT = 4
 """Files of another one are measured anew."""
-_LEARNED = ("decode", "rest", "attention", "lanes")
+_LEARNED = ("decode", "rest", "attention", "hybrid")
 """Names of the CostTable.factors, in their order."""
 
 
@@ -111,11 +111,11 @@ class CostTable(msgspec.Struct, frozen=True):
 
     def corrected(self, stats: Mapping[str, int]) -> CostTable:
         """Return the table with the factors that a step loop's statistics have learned."""
-        decode, rest, attention, lanes = (stats[f"{part}_cost_ppm"] / 1e6 for part in _LEARNED)
+        decode, rest, attention, hybrid = (stats[f"{part}_cost_ppm"] / 1e6 for part in _LEARNED)
         attended, attend_ns = stats["host_attention_tokens"], self.learned_attend_ns
         if attended >= HybridConfig.ENOUGH_TOKENS:
             attend_ns = stats["host_attention_ns"] / attended
-        return msgspec.structs.replace(self, factors=(decode, rest, attention, lanes), learned_attend_ns=attend_ns)
+        return msgspec.structs.replace(self, factors=(decode, rest, attention, hybrid), learned_attend_ns=attend_ns)
 
 
 def fit_copies(copies: list[Copy]) -> tuple[float, float]:

@@ -1,6 +1,6 @@
 """The GPU's side of hybrid attention: pinned memory through which host rows cross, and threads that attend for them.
 
-csrc/core/host_rows.h has the circuit.
+csrc/core/hybrid/host_rows.h has the circuit.
 """
 
 from __future__ import annotations

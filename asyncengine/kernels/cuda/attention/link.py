@@ -1,8 +1,8 @@
 """Attention of rows that live in the host's memory, which the device reads over its link.
 
 A launch computes a batch of jobs: each is the attention of one row in one layer, whose query, key and value are in its
-mailbox (csrc/core/host_rows.h). It runs beside the steps, on few multiprocessors: the link has a hundredth of the
-bandwidth of the device's memory.
+mailbox (csrc/core/hybrid/host_rows.h). It runs beside the steps, on few multiprocessors: the link has a hundredth of
+the bandwidth of the device's memory.
 """
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
 

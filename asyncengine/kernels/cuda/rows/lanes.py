@@ -1,7 +1,8 @@
 """Lanes: rows that decode on the host leave a step behind attention of one layer, and enter one behind that of another.
 
-csrc/core/host_rows.h has the circuit. The lanes of a step are its last tokens; ``DeviceStep.lane_slots`` says which row
-has a lane at which stage. Attention passes their tokens over: behind it their heads are still what the projection made.
+csrc/core/hybrid/host_rows.h has the circuit. The lanes of a step are its last tokens; ``DeviceStep.lane_slots`` says
+which row has a lane at which stage. Attention passes their tokens over: behind it their heads are still what the
+projection made.
 """
 # mypy: disable-error-code="import-untyped, untyped-decorator"
 

@@ -1,7 +1,7 @@
 """Edits of logits before a token is drawn: penalties, biases and tokens that may not come.
 
-The order is that of ``csrc/platform/logit_edits.h``. Edits are in place and touch the tokens alone that they are about;
-only sets of allowed tokens take a pass over a row. A row that asks for nothing is not read.
+The order is that of ``csrc/platform/cpu/logit_edits.h``. Edits are in place and touch the tokens alone that they are
+about; only sets of allowed tokens take a pass over a row. A row that asks for nothing is not read.
 """
 
 # mypy: disable-error-code="import-untyped, untyped-decorator"

@@ -1,7 +1,7 @@
 """Log probabilities as records: of the chosen token with its rank, of the most probable ones and of named ones.
 
 One launch, after the sampler: each program leaves of its tile of a row what the last program of the row merges.
-``csrc/platform/logprobs.h`` writes the same record on the CPU.
+``csrc/platform/cpu/logprobs.h`` writes the same record on the CPU.
 
 The k most probable tokens are found in two steps. A row is cut into groups of neighbouring tokens, and each tile leaves
 the maximum of each of its groups. The k groups that rank first by their maxima have the k most probable tokens: a token

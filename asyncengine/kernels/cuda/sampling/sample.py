@@ -1,4 +1,4 @@
-"""Sampling on the GPU: tokens of up to R rows of logits, drawn as ``csrc/platform/cpu_sampler.h`` says.
+"""Sampling on the GPU: tokens of up to R rows of logits, drawn as ``csrc/platform/cpu/sampler.h`` says.
 
 Like the CPU's, the draw is inverse cumulative mass in index order from one uniform number, Philox4x32-10 keyed by the
 seed at counter ``position``: one random number per row is cheaper than a noise per logit, and both machines pick the

@@ -17,4 +17,5 @@ class Bucket(NamedTuple):
     max_context: int = ANY_CONTEXT
     """The bucket is only for steps whose rows have at most this many tokens before their new ones."""
     lanes: int = 0
-    """The bucket is only for steps with so many lanes for host rows, the last of max_tokens (csrc/core/host_rows.h)."""
+    """The bucket is only for steps with so many lanes for host rows (csrc/core/hybrid/host_rows.h), the last of
+    max_tokens."""

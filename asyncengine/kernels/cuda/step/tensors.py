@@ -84,8 +84,8 @@ class DeviceStep:
     """int32 [R, 2]: offset in the StepInput of the entries that the slot of the row is filled with, and words, or 0;
     written in steps with ENTRY_NEEDS alone"""
     lane_slots: Tensor | None = None
-    """int32 [stages, lanes], in steps with lanes, which are the last of their tokens (csrc/core/host_rows.h): the slot
-    of the row that enters a lane at a stage; -1 if none does"""
+    """int32 [stages, lanes], in steps with lanes, which are the last of their tokens (csrc/core/hybrid/host_rows.h):
+    the slot of the row that enters a lane at a stage; -1 if none does"""
     lane_positions: Tensor | None = None
     """int32 [stages, lanes]: of that row's token; 0 if there is none"""
 

@@ -1,0 +1,199 @@
+#include "core/admission.h"
+
+#include <algorithm>
+#include <span>
+
+namespace asyncengine {
+
+Admission::Admission(const SchedulerConfig& config, Roster& roster, const Pace& pace)
+    : roster_(roster),
+      pace_(pace),
+      block_size_(config.block_size),
+      max_num_batched_tokens_(config.max_num_batched_tokens),
+      max_delta_blocks_(config.max_delta_blocks()),
+      prefix_(static_cast<size_t>(config.max_blocks_per_sequence())) {
+  deferred_.reserve(static_cast<size_t>(config.max_num_seqs));
+  forking_.reserve(static_cast<size_t>(config.max_num_seqs));
+}
+
+void Admission::leave_queue(Request& request) {
+  if (!request.queued) return;
+  request.queued = false;
+  if (observer_ != nullptr) observer_->left_queue(request);
+}
+
+bool Admission::defer(Sequence& sequence) {
+  if (deferred_.size() == deferred_.capacity()) return false;  // a step's work has a bound
+  roster_.waiting().remove(&sequence);
+  deferred_.push_back(&sequence);
+  return true;
+}
+
+void Admission::end_step() {
+  for (Sequence* sequence : deferred_) roster_.waiting().push(sequence);
+  deferred_.clear();
+}
+
+Admission::Result Admission::admit(Sequence& sequence, StepPlan& plan, int64_t now_ns) {
+  const BlockManager& blocks = roster_.blocks();
+  // Matching a long prompt again at every step would be wasted while no block has come back.
+  const Roster::Blocked& last = roster_.blocked();
+  if (&sequence == last.sequence && blocks.num_free() <= last.free && !roster_.running().empty()) return Result::kWaits;
+  // Not before there is room for all of it (apart from what it shares): half a prompt would only be preempted again.
+  const int32_t whole = blocks.blocks_for(sequence.tokens.size());
+  Sequence* source = fork_source(sequence, plan);
+  const int32_t shared = find_prefix(sequence, source);
+  int32_t unused = 0;
+  for (int32_t i = 0; i < shared; ++i) unused += blocks.ref_count(prefix_[static_cast<size_t>(i)]) == 0;
+  if (roster_.tier() != nullptr && source == nullptr && !sequence.loaded) [[unlikely]] {
+    if (load_from_host(sequence, whole)) return Result::kLeft;
+  }
+  const bool copies = source != nullptr && shared > (sequence.request->prompt_len - 1) / block_size_;
+  const int32_t size = whole - shared + copies;
+  if (blocks.num_free() - unused < size) {
+    roster_.block({&sequence, blocks.num_free(), unused + size, size});
+    return Result::kWaits;
+  }
+  const int32_t deltas_left = max_delta_blocks_ - plan.num_delta_blocks;
+  if (!plan.empty() && std::min(whole, shared + max_num_batched_tokens_ / block_size_ + 2) > deltas_left) return Result::kWaits;
+
+  sequence.loaded = false;
+  sequence.reads_from = 0;
+  Slot& slot = roster_.take_slot(sequence, std::span(prefix_).first(static_cast<size_t>(shared)));
+  slot.computed = source != nullptr ? sequence.request->prompt_len - 1 : shared * block_size_;
+  slot.capacity = shared * block_size_;
+  if (source != nullptr) slot.forked = roster_.slot_of(*source).forked = true;
+  start_chain(slot, source, shared);
+  roster_.run(slot);
+  note_scheduled(*sequence.request, slot.computed, now_ns);
+  plan.filled_slots.push_back(sequence.slot);
+  if (const int32_t words = sequence.update_words(); words > 0) {
+    plan.num_update_words += words;
+    plan.needs |= sequence.needs;  // whoever reads the entries is in the graph of these needs
+  }
+  return Result::kAdmitted;
+}
+
+void Admission::note_scheduled(Request& request, int32_t cached_tokens, int64_t now_ns) {
+  if (request.scheduled_ns == 0) {
+    request.scheduled_ns = now_ns;
+    request.cached_tokens = cached_tokens;
+    prefix_cache_queries_ += request.prompt_len;
+    prefix_cache_hits_ += request.cached_tokens;
+  }
+  leave_queue(request);
+}
+
+void Admission::report(Stats& stats) const {
+  stats.prefix_cache_queries = prefix_cache_queries_;
+  stats.prefix_cache_hits = prefix_cache_hits_;
+}
+
+// ---- blocks that are there already ---------------------------------------------------------------------------------
+
+// n > 1: a sibling whose prompt is computed, by steps already launched, shares all of its blocks.
+Sequence* Admission::fork_source(const Sequence& sequence, const StepPlan& plan) const {
+  Sequence& first = sequence.request->sequences[0];
+  const bool usable = &first != &sequence && first.state == SequenceState::kRunning && roster_.slot_of(first).on_device &&
+                      first.first_sample_step < plan.step &&  // copies run before this step's own writes
+                      sequence.tokens.size() == sequence.request->prompt_len && sequence.request->prompt_len > 1;
+  return usable ? &first : nullptr;
+}
+
+// Fills prefix_ with the blocks that hold the start of the sequence and returns their count. At least one token is left
+// to compute, because its logits are wanted.
+int32_t Admission::find_prefix(const Sequence& sequence, const Sequence* source, bool with_host) {
+  if (source != nullptr) {
+    const int32_t shared = roster_.blocks().blocks_for(sequence.request->prompt_len - 1);
+    std::copy_n(roster_.tables().blocks(source->slot).begin(), shared, prefix_.begin());
+    return shared;
+  }
+  const auto tokens_at = [&](int32_t position) { return sequence.tokens.at(position); };
+  return roster_.blocks().match_prefix(tokens_at, prefix_limit(sequence), sequence.request->salt, prefix_.data(), with_host);
+}
+
+// Blocks of it that may come from the prefix cache.
+int32_t Admission::prefix_limit(const Sequence& sequence) const {
+  if ((sequence.needs & kNeedMean) != 0) return 0;
+  const int32_t most = (sequence.tokens.size() - 1) / block_size_, from = sequence.scores_from();
+  return from >= 0 ? std::min(most, from / block_size_) : most;
+}
+
+void Admission::start_chain(Slot& slot, const Sequence* source, int32_t shared_blocks) {
+  const Request& request = *slot.sequence->request;
+  slot.chain = request.salt;
+  if (source == nullptr && shared_blocks > 0) {
+    slot.published_end = shared_blocks * block_size_;
+    slot.chain = roster_.blocks().chain_of(prefix_[static_cast<size_t>(shared_blocks) - 1]).id;
+  } else if (source != nullptr && roster_.slot_of(*source).published_end < request.prompt_len) {
+    slot.published_end = roster_.slot_of(*source).published_end;
+    slot.chain = roster_.slot_of(*source).chain;
+  }
+}
+
+// True: the sequence has left the queue, to wait for blocks from the host, or for this step with those that load some.
+bool Admission::load_from_host(Sequence& sequence, int32_t whole) {
+  const int32_t found = find_prefix(sequence, nullptr, /*with_host=*/true);
+  const std::span chain(prefix_.data(), static_cast<size_t>(found));
+  int32_t here = 0, unused = 0;
+  for (const int32_t id : chain) {
+    if (id >= roster_.blocks().num_blocks()) continue;
+    ++here;
+    unused += roster_.blocks().ref_count(id) == 0;
+  }
+  // As for admission, which is next: what comes in is to stay.
+  if (roster_.blocks().num_free() - unused < whole - here) return false;
+  const int32_t most = prefix_limit(sequence);
+  if (found < most && roster_.tier()->read_disk(sequence, chain, most)) {
+    start_loading(sequence);
+    return true;
+  }
+  if (here == found || !copying_pays(found - here, here) || deferred_.size() == deferred_.capacity()) return false;
+  switch (roster_.tier()->load(sequence, chain)) {
+    case HostTier::Loading::kNothing: return false;
+    case HostTier::Loading::kLater:
+      roster_.dequeue(sequence);
+      deferred_.push_back(&sequence);
+      return true;
+    case HostTier::Loading::kStarted:
+      sequence.loaded = true;
+      start_loading(sequence);
+      return true;
+  }
+  return false;
+}
+
+// Whether so many blocks come sooner than they are computed, after others. Where no costs are known they do.
+bool Admission::copying_pays(int32_t blocks, int32_t context_blocks) const {
+  if (!pace_.costs().known()) return true;
+  const int64_t bytes = static_cast<int64_t>(blocks) * static_cast<int64_t>(roster_.tier()->block_bytes());
+  const int64_t copy = pace_.costs().copy_ns(bytes, /*to_device=*/true);
+  return copy == 0 || copy < pace_.costs().recompute_ns(blocks * block_size_, context_blocks * block_size_);
+}
+
+void Admission::start_loading(Sequence& sequence) {
+  roster_.dequeue(sequence);
+  sequence.state = SequenceState::kLoading;
+  sequence.loading = true;
+}
+
+// ---- siblings ------------------------------------------------------------------------------------------------------
+
+void Admission::note_first_sample(Sequence& sequence, const StepPlan& plan) {
+  sequence.first_sample_step = plan.step;
+  Request& request = *sequence.request;
+  if (sequence.index > 0 || request.sequences.size() == 1) return;
+  const auto dormant = [](const Sequence& sibling) { return sibling.state == SequenceState::kDormant; };
+  if (std::ranges::any_of(request.sequences, dormant)) forking_.push_back(&request);
+}
+
+void Admission::wake_siblings() {
+  for (Request* request : forking_) {
+    for (Sequence& sequence : request->sequences) {
+      if (sequence.state == SequenceState::kDormant) roster_.enqueue(sequence);
+    }
+  }
+  forking_.clear();
+}
+
+}  // namespace asyncengine

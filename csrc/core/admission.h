@@ -1,0 +1,73 @@
+// Which waiting sequence gets a slot, and what of it is there already: blocks of the prefix cache, of a sibling, of the host.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "core/pace.h"
+#include "core/roster.h"
+#include "core/step_plan.h"
+
+namespace asyncengine {
+
+// Called once per request when it leaves the queue for good (scheduled or ended): the limits on queued work.
+struct QueueObserver {
+  virtual void left_queue(const Request& request) = 0;
+
+ protected:
+  ~QueueObserver() = default;
+};
+
+class Admission {
+ public:
+  Admission(const SchedulerConfig& config, Roster& roster, const Pace& pace);
+
+  void observe(QueueObserver* observer) { observer_ = observer; }
+  // The request waits no more. May be called again.
+  void leave_queue(Request& request);
+
+  // ---- the head of the queue
+
+  enum class Result : uint8_t {
+    kAdmitted,  // it has a slot
+    kWaits,     // there is no room for all of it
+    kLeft,      // it has left the queue, to wait for blocks from the host, or for this step with those that load some
+  };
+  Result admit(Sequence& sequence, StepPlan& plan, int64_t now_ns);
+  // It waits for the next step, and those behind it do not. False: so many do already.
+  bool defer(Sequence& sequence);
+  // The step is planned: those that were deferred come back to the queue.
+  void end_step();
+
+  // ---- siblings, where n > 1
+
+  // The sequence has its prompt computed with this step: its siblings may share it from the next one on.
+  void note_first_sample(Sequence& sequence, const StepPlan& plan);
+  // Siblings that wait for its prompt wait in vain.
+  void free_siblings(Request& request) { forking_.push_back(&request); }
+  // They enter the queue.
+  void wake_siblings();
+
+  void report(Stats& stats) const;
+
+ private:
+  bool load_from_host(Sequence& sequence, int32_t whole);
+  void start_loading(Sequence& sequence);
+  bool copying_pays(int32_t blocks, int32_t context_blocks) const;
+  int32_t prefix_limit(const Sequence& sequence) const;
+  int32_t find_prefix(const Sequence& sequence, const Sequence* source, bool with_host = false);
+  Sequence* fork_source(const Sequence& sequence, const StepPlan& plan) const;
+  void start_chain(Slot& slot, const Sequence* source, int32_t shared_blocks);
+  void note_scheduled(Request& request, int32_t cached_tokens, int64_t now_ns);
+
+  Roster& roster_;
+  const Pace& pace_;
+  int32_t block_size_, max_num_batched_tokens_, max_delta_blocks_;
+  QueueObserver* observer_ = nullptr;
+  std::vector<int32_t> prefix_;      // scratch: blocks that a new sequence starts with
+  std::vector<Sequence*> deferred_;  // scratch
+  std::vector<Request*> forking_;    // scratch: their siblings join in the next step
+  int64_t prefix_cache_queries_ = 0, prefix_cache_hits_ = 0;
+};
+
+}  // namespace asyncengine

@@ -1,0 +1,170 @@
+#include "core/roster.h"
+
+#include <cassert>
+
+namespace asyncengine {
+
+Roster::Roster(const SchedulerConfig& config)
+    : blocks_(config.num_blocks, config.block_size, config.prefix_caching, config.num_host_blocks),
+      tables_(config.max_num_seqs, config.max_blocks_per_sequence()),
+      slots_(static_cast<size_t>(config.max_num_seqs)),
+      waiting_(config.max_num_seqs, config.num_blocks) {
+  running_.reserve(static_cast<size_t>(config.max_num_seqs));
+  for (int32_t slot = config.max_num_seqs - 1; slot >= 0; --slot) free_slots_.push_back(slot);
+}
+
+bool Roster::quiescent() const {
+  return idle() && blocks_coming_ == 0 && blocks_.num_free() == blocks_.num_blocks() && blocks_.num_host_pinned() == 0 &&
+         free_slots_.size() == slots_.size() && blocks_.consistent();
+}
+
+// ---- the queue -----------------------------------------------------------------------------------------------------
+
+void Roster::enter(const Request& request) {
+  waiting_.enter(request);
+  ++changes_;
+}
+
+void Roster::enqueue(Sequence& sequence) {
+  sequence.state = SequenceState::kWaiting;
+  waiting_.push(&sequence);
+}
+
+void Roster::dequeue(const Sequence& sequence) {
+  waiting_.remove(&sequence);
+  if (&sequence == blocked_.sequence) blocked_.sequence = nullptr;  // a new sequence may come to lie at its address
+}
+
+// ---- a sequence that runs ------------------------------------------------------------------------------------------
+
+Slot& Roster::take_slot(Sequence& sequence, std::span<const int32_t> shared) {
+  waiting_.remove(&sequence);
+  blocked_.sequence = nullptr;
+  sequence.slot = free_slots_.back();
+  free_slots_.pop_back();
+  waiting_.took_slot(sequence);
+  ++changes_;
+  for (const int32_t block : shared) {
+    blocks_.retain(block);
+    tables_.append(sequence.slot, block);
+  }
+  return slot_of(sequence) = Slot(sequence);
+}
+
+void Roster::run(Slot& slot) {
+  assert(!running_changed_);  // running_ may name slots that were given back until it is compacted
+  slot.state = slot.sequence->state = SequenceState::kRunning;
+  const auto before = [](const Slot* a, const Slot* b) { return runs_before(a->sequence, b->sequence); };
+  running_.insert(std::upper_bound(running_.begin(), running_.end(), &slot, before), &slot);
+}
+
+void Roster::append(Slot& slot, int32_t token, Outbox& outbox, int64_t now_ns) {
+  Sequence& sequence = *slot.sequence;
+  if (token < 0) return fail(sequence, FinishReason::kFailed, outbox, now_ns);
+  sequence.tokens.append(slot.tail, token, published(slot));
+  ++appended_;
+  FinishReason reason = FinishReason::kNone;
+  if (slot.stops_at(token)) {
+    reason = FinishReason::kStop;
+  } else if (slot.num_tokens() >= slot.max_total) {
+    reason = FinishReason::kLength;
+  }
+  outbox.filling().events.push_back({&sequence, token, reason, false, now_ns});
+  if (reason != FinishReason::kNone) finish(sequence, reason);
+}
+
+// ---- a sequence on its way to the host -----------------------------------------------------------------------------
+
+void Roster::begin_leaving(Slot& slot) {
+  slot.state = slot.sequence->state = SequenceState::kHosted;
+  running_changed_ = true;
+  ++changes_;
+  expect_blocks(*slot.sequence);
+}
+
+void Roster::left_device(Slot& slot) {
+  blocks_coming_ -= std::exchange(slot.sequence->blocks_coming, 0);
+  release_blocks(index(slot));
+  slot.capacity = 0;
+  slot.forked = false;
+}
+
+void Roster::stay(Slot& slot) {
+  compact();
+  blocks_coming_ -= std::exchange(slot.sequence->blocks_coming, 0);
+  ++changes_;
+  run(slot);
+}
+
+// ---- ends ----------------------------------------------------------------------------------------------------------
+
+void Roster::finish(Sequence& sequence, FinishReason reason) {
+  if (sequence.state == SequenceState::kWaiting) dequeue(sequence);
+  if (sequence.loading) tier_->cancel(sequence);
+  if (sequence.slot >= 0 && placement_ != nullptr) placement_->cancel(sequence.slot);
+  sequence.finish = reason;
+  retire(sequence, SequenceState::kFinished);
+}
+
+void Roster::retire(Sequence& sequence, SequenceState state) {
+  if (sequence.state != SequenceState::kPreempting) {
+    ++retiring_;
+    if (sequence.slot >= 0 && sequence.blocks_coming == 0) expect_blocks(sequence);
+    if (sequence.slot >= 0) waiting_.gives_slot(sequence, sequence.blocks_coming);
+    ++changes_;
+  }
+  sequence.state = state;
+  if (sequence.slot >= 0) slot_of(sequence).state = state;
+  running_changed_ = true;
+}
+
+void Roster::give_way(Sequence& sequence) {
+  retire(sequence, SequenceState::kPreempting);
+  if (!in_flight(sequence)) settle(sequence, nullptr);
+}
+
+void Roster::settle(Sequence& sequence, Outbox* outbox) {
+  --retiring_;
+  blocks_coming_ -= sequence.blocks_coming;
+  sequence.blocks_coming = 0;
+  if (sequence.slot >= 0) {
+    Slot& slot = slot_of(sequence);
+    assert(slot.in_flight == 0 && slot.pending == 0);
+    if (sequence.state == SequenceState::kPreempting) sequence.tokens.settle(slot.tail, published(slot));
+    release_blocks(sequence.slot);
+    if (on_host(sequence.slot)) placement_->release(slot);
+    free_slots_.push_back(sequence.slot);
+    sequence.slot = -1;
+  }
+  if (sequence.state == SequenceState::kPreempting) return enqueue(sequence);
+  sequence.state = SequenceState::kReleased;
+  if (sequence.masks != nullptr) sequence.masks->sequence = nullptr;
+  if (--sequence.request->unreleased > 0) return;
+  waiting_.leave(*sequence.request);
+  ++changes_;
+  outbox->filling().released.push_back(sequence.request);
+}
+
+void Roster::fail(Sequence& sequence, FinishReason reason, Outbox& outbox, int64_t now_ns) {
+  for (Sequence& other : sequence.request->sequences) {
+    if (other.state == SequenceState::kFinished || other.state == SequenceState::kReleased) continue;
+    outbox.filling().events.push_back({&other, -1, reason, false, now_ns});
+    finish(other, reason);
+    if (&other != &sequence && !in_flight(other)) settle(other, &outbox);
+  }
+}
+
+// The blocks that the sequence alone holds come back.
+void Roster::expect_blocks(Sequence& sequence) {
+  for (const int32_t block : tables_.blocks(sequence.slot)) sequence.blocks_coming += blocks_.ref_count(block) == 1;
+  blocks_coming_ += sequence.blocks_coming;
+}
+
+// Deepest block first: of a cached prefix the end is evicted before the beginning.
+void Roster::release_blocks(int32_t slot) {
+  const auto held = tables_.blocks(slot);
+  for (auto block = held.rbegin(); block != held.rend(); ++block) blocks_.release(*block);
+  tables_.clear(slot);
+}
+
+}  // namespace asyncengine

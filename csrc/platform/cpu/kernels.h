@@ -1,0 +1,157 @@
+// The compute kernels of the CPU executor: splits each call over threads and owns the scratch memory.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <span>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "core/step_batch.h"
+#include "platform/cpu/isa.h"
+#include "platform/cpu/sampler.h"
+#include "platform/cpu/thread_pool.h"
+
+namespace asyncengine {
+
+// Weight matrices [N_i, k] of one input, whose outputs lie side by side. Points into memory that the caller keeps.
+// A matrix in panels is [N / width][words of k][width] with the vector width, a word being one float or two neighbouring
+// bfloat16, the first in the low half; N is rounded up to two panels and k to a multiple of panel_steps.
+struct CpuLinear {
+  struct Matrix {
+    const void* weight;
+    const void* bias;  // or null
+    int64_t rows;
+  };
+
+  std::vector<Matrix> matrices;
+  int64_t k;
+  Dtype dtype;
+  bool panels;
+
+  int64_t total_rows() const;
+};
+
+// A norm of rows; points into memory that the caller keeps.
+struct CpuNorm {
+  const void* weight;
+  const void* bias;  // null: root mean square norm; else layer norm
+  float eps;
+};
+
+// Scratch memory on cache-line boundaries. It only grows, so that a steady state allocates nothing.
+class ScratchBuffer {
+ public:
+  float* reserve(int64_t floats);
+  float* data() { return memory_.get(); }
+
+ private:
+  struct Free {
+    void operator()(float* p) const;
+  };
+  std::unique_ptr<float[], Free> memory_;
+  int64_t size_ = 0;
+};
+
+struct PagedKV {
+  void* k;  // [num_blocks, num_kv_heads, head_dim, block_size]
+  void* v;  // [num_blocks, num_kv_heads, block_size, head_dim]
+  int64_t num_kv_heads, head_dim, block_size;
+  const float* scales = nullptr;  // of KVScales: keys and values are Float8; null: they are in the dtype of a call
+};
+
+// Every result is bit for bit independent of how rows are batched, chunked or threaded (isa.h). Rows are contiguous
+// unless a stride, in elements, is given. One caller at a time.
+class CpuKernels {
+ public:
+  CpuKernels(int num_threads, std::string_view isa);  // throws std::invalid_argument
+
+  const char* isa_name() const { return isa_.name; }
+  int num_threads() const { return pool_.num_threads(); }
+  int64_t vector_width() const { return isa_.vector_width; }
+  int64_t panel_steps(Dtype dtype) const { return isa_.linear(dtype).panel_steps; }
+
+  // y [rows, Σ N_i] = x [rows, k] · Wᵀ + bias, in the dtype of the weights, or in float32 if y_float32.
+  void linear(const CpuLinear& weights, const void* x, int64_t x_stride, int64_t rows, void* y, bool y_float32);
+  // The same of the norm of x, or, with a residual, of residual += x, which is in place; both are contiguous. Then the
+  // activation of y, which is not gated.
+  void norm_linear(const CpuNorm& norm, const CpuLinear& weights, const void* x, void* residual, int64_t rows, void* y,
+                   bool y_float32, std::optional<Activation> activation = std::nullopt);
+  // weight [rows, k], or if transposed [k, rows], into panels (see CpuLinear), filled up with zeros.
+  void pack_panels(Dtype dtype, const void* weight, bool transposed, int64_t rows, int64_t k, void* panels);
+  // y [tokens, k] = the tokens' rows of the first matrix of `table` times scale, plus, if there is such a table, those of
+  // their positions. No id or position is checked.
+  void embed(const CpuLinear& table, const void* position_table, const StepBatch& batch, void* y, float scale = 1.f);
+  void norm(Dtype dtype, const NormTask& task, int64_t tokens);
+  void activation(Dtype dtype, Activation kind, const void* x, void* y, int64_t rows, int64_t width);
+  void rotary(Dtype dtype, const RotaryTask& task, int64_t tokens);
+  // k and v: [num_tokens, num_kv_heads, head_dim], heads contiguous.
+  void store_kv(Dtype dtype, const void* k, int64_t k_stride, const void* v, int64_t v_stride, const PagedKV& cache,
+                const StepBatch& batch);
+  // q [tokens, num_q_heads, head_dim] -> out [tokens, num_q_heads * head_dim], for the leading rows of the batch that
+  // `tokens` holds: all of them, or those that decode.
+  void paged_attention(Dtype dtype, const void* q, int64_t q_stride, int64_t tokens, int64_t num_q_heads, void* out,
+                       const PagedKV& cache, const StepBatch& batch, float scale, int64_t window, float softcap = 0.f);
+  // store_kv and paged_attention of all rows: heads [tokens, num_q_heads + 2 * num_kv_heads, head_dim], contiguous.
+  void attention(Dtype dtype, const void* heads, int64_t num_q_heads, void* out, const PagedKV& cache, const StepBatch& batch,
+                 float scale, int64_t window, float softcap = 0.f);
+  // x [rows, width] = cap * tanh(x / cap), in place.
+  void soft_cap(float* x, int64_t rows, int64_t width, float cap);
+  // logits [num_samples, vocab] float32 -> tokens [num_samples], and the records that samples want; see CpuSampler. To be
+  // called for every step of a step loop, with or without samples.
+  void sample(const float* logits, int64_t vocab, const StepBatch& batch, int32_t* tokens);
+
+ private:
+  struct SplitRow {  // a query token whose partitions went to different items
+    int64_t token;
+    int32_t kv_head, heads, first_head;
+    int64_t partitions;
+    int64_t partials;  // offset into partials_, in floats
+  };
+
+  struct TokenRange {
+    int64_t begin, end;
+  };
+  struct NewKV {  // of the step's tokens
+    const void* k;
+    const void* v;
+    int64_t k_stride, v_stride;
+  };
+  struct PlannedItem {
+    AttentionItem item;
+    int64_t partials;  // offset into partials_, in floats; -1: none
+    bool stores;       // the key and value of its token, first
+  };
+
+  // x is packed tile by tile; before that, prepare(row_begin, row_end) is called for the tile's rows.
+  template <class Prepare>
+  void multiply(const CpuLinear& weights, const void* x, int64_t x_stride, int64_t rows, void* y, bool y_float32,
+                std::optional<Activation> activation, Prepare&& prepare);
+  void plan_attention(const AttentionTask& task, const StepBatch& batch, int64_t tokens);
+  // fresh is stored on the way; null: all keys and values are there.
+  void attend(Dtype dtype, const AttentionTask& task, int64_t tokens, const PagedKV& cache, const StepBatch& batch,
+              const NewKV* fresh);
+  void store_new(Dtype dtype, const NewKV& fresh, const PagedKV& cache, const StepBatch& batch, int64_t token, int64_t head) const;
+  void store_tokens(Dtype dtype, const NewKV& fresh, const PagedKV& cache, const StepBatch& batch,
+                    std::span<const TokenRange> ranges);
+  template <class Body>
+  void for_row_chunks(int64_t rows, int64_t row_elements, Body&& body);
+
+  // Grows every thread's scratch here, in the caller: a worker must not throw.
+  void reserve_scratch(int64_t floats);
+  float* scratch(int thread) { return thread_scratch_[static_cast<size_t>(thread)].data(); }
+
+  const CpuIsa& isa_;
+  ThreadPool pool_;
+  ScratchBuffer normed_, packed_x_;
+  std::vector<ScratchBuffer> thread_scratch_;
+  CpuSampler sampler_;
+  std::vector<PlannedItem> items_;
+  std::vector<SplitRow> split_rows_;
+  std::vector<TokenRange> stored_apart_;  // rows whose keys and values are there before any item starts
+  ScratchBuffer partials_;
+};
+
+}  // namespace asyncengine

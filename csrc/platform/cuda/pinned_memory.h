@@ -1,0 +1,68 @@
+// Host memory that a device copies from and to.
+#pragma once
+
+#include <cstddef>
+#include <memory>
+#include <span>
+#include <utility>
+
+#include "platform/cuda/cuda_runtime.h"
+
+namespace asyncengine {
+
+// Memory of one allocator call, freed with its owner. The two kinds differ in who may touch it, not in how it is held.
+template <int (*CudaRuntime::*Free)(void*)>
+class CudaBuffer {
+ public:
+  CudaBuffer() = default;
+  CudaBuffer(const CudaRuntime& cuda, void* memory, size_t bytes) : cuda_(&cuda), memory_(memory), bytes_(bytes) {}
+  CudaBuffer(CudaBuffer&& other) noexcept { swap(other); }
+  CudaBuffer& operator=(CudaBuffer&& other) noexcept {
+    swap(other);
+    return *this;
+  }
+  ~CudaBuffer() {
+    if (memory_ != nullptr) (cuda_->*Free)(memory_);
+  }
+  std::byte* data() const { return static_cast<std::byte*>(memory_); }
+  std::span<std::byte> bytes() const { return {data(), bytes_}; }
+
+ private:
+  void swap(CudaBuffer& other) noexcept {
+    std::swap(cuda_, other.cuda_);
+    std::swap(memory_, other.memory_);
+    std::swap(bytes_, other.bytes_);
+  }
+  const CudaRuntime* cuda_ = nullptr;
+  void* memory_ = nullptr;
+  size_t bytes_ = 0;
+};
+
+using PinnedBuffer = CudaBuffer<&CudaRuntime::free_host>;
+using DeviceBuffer = CudaBuffer<&CudaRuntime::free>;
+
+// Empty: `error` says why.
+inline PinnedBuffer pin(const CudaRuntime& cuda, size_t bytes, int& error) {
+  void* memory = nullptr;
+  error = cuda.host_alloc(&memory, bytes, kCudaHostAllocMapped);
+  return error == kCudaSuccess ? PinnedBuffer{cuda, memory, bytes} : PinnedBuffer{};
+}
+
+// Pins gigabytes. Threads clear huge pages side by side, which are then pinned where they lie; cudaHostAlloc clears
+// small ones on one thread, and takes ten times as long. cudaHostAlloc is asked where the other way fails.
+std::shared_ptr<std::byte[]> pin_huge(const CudaRuntime& cuda, size_t bytes, int& error);
+
+// The functions below throw CudaError.
+inline PinnedBuffer allocate_pinned(const CudaRuntime& cuda, size_t bytes) {
+  int error = kCudaSuccess;
+  PinnedBuffer memory = pin(cuda, bytes, error);
+  check_cuda(cuda, error, "cudaHostAlloc");
+  return memory;
+}
+inline DeviceBuffer allocate_device(const CudaRuntime& cuda, size_t bytes) {
+  void* memory = nullptr;
+  check_cuda(cuda, cuda.malloc(&memory, bytes), "cudaMalloc");
+  return {cuda, memory, bytes};
+}
+
+}  // namespace asyncengine
