@@ -72,7 +72,7 @@ def test_sizes_of_a_disk_are_named(tmp_path: Path) -> None:
             start(disk_kv_path=directory, disk_kv_bytes=size, **HOST)
     with pytest.raises(ConfigError, match=r"disk_kv_bytes cannot be used: .* of 1 bytes .* no room for a block"):
         start(disk_kv_path=directory, disk_kv_bytes=1, **HOST)
-    start(disk_kv_path=path, **HOST)
+    start(disk_kv_path=directory, **HOST)
 
 
 def test_the_default_size_of_a_disk_is_no_more_than_it_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
