@@ -1,4 +1,5 @@
-"""The engine's end of the process of sandbox_program.py: starts it, gives it work, and ends it when it takes too long.
+"""The engine's end of a process that runs sandbox_program.py. It starts the process, gives it work, and ends it when it
+takes too long.
 
 No task, thread or asyncio transport is involved: the process is a state machine of callbacks on one event loop, which
 works the same on every loop.
