@@ -264,7 +264,7 @@ async def test_conversations_are_kept_found_renamed_deleted_and_moved(chromium: 
         assert await page.js(SHOWN) == []
         bad = '{"conversations": [{}]}'
         tags = "<img src=x onerror=window.hacked=1>"
-        turn = {"id": "__proto__", "parent": "", "role": "assistant", "text": tags, "figures": tags}
+        turn: dict[str, Any] = {"id": "__proto__", "parent": "", "role": "assistant", "text": tags, "figures": tags}
         turn["calls"] = [{"name": tags, "args": tags}]
         hostile = json.dumps({"conversations": [{"id": "x", "title": tags, "tip": "__proto__", "nodes": [turn]}]})
         none = "Nothing is imported"
