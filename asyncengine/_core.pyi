@@ -280,8 +280,7 @@ class CpuKernels:
 # ---- block manager and scheduler, without their thread: for tests and bench/core ----
 
 class HybridConfig:
-    """Settings of sequences that decode on the host (csrc/core/hybrid/hybrid_config.h). A wrong count raises
-    ValueError."""
+    """Settings of host rows (csrc/core/hybrid/hybrid_config.h). A wrong count raises ValueError."""
 
     def __init__(
         self, *, lanes: int = 0, layers: int = 0, workers: int = 1, attend_ns: float = 0.0, exchange_ns: float = 0.0,

@@ -101,7 +101,7 @@ def _stat(path: Path) -> str:
 
 
 async def revision(**config: Any) -> Any:
-    """What the hub is asked for."""
+    """Return the requests that reach the hub."""
     with mock.patch("huggingface_hub.snapshot_download", return_value=MODEL) as asked:
         await device(model="owner/name", **config)
     return {call.kwargs["revision"] for call in asked.call_args_list}
@@ -120,7 +120,7 @@ def _native_threads() -> set[int]:
 
 
 async def hosts(**config: Any) -> Any:
-    """Whether sequences decoded on the host, with more of them than the cache holds; or the error."""
+    """Return True if sequences decoded on the host, with more of them than the cache holds; or the error."""
     prompts, params = [[300 + i] * 20 for i in range(4)], SamplingParams(max_tokens=40, temperature=0, ignore_eos=True)
     try:
         async with on_cpu(**HOST | {"num_kv_blocks": 8} | config) as engine:
@@ -143,7 +143,7 @@ async def gain(**config: Any) -> float | None:
 
 
 async def steps(**config: Any) -> int:
-    """How many steps eight requests take, whose prompts begin alike."""
+    """Count the steps of eight requests whose prompts begin alike."""
     async with testing.SimulatedEngine(**STEPPED | config) as engine:
         await asyncio.gather(*(engine.generate([*PROMPT, i], GREEDY_TOKENS) for i in range(8)))
         return engine.stats().num_steps
@@ -153,7 +153,7 @@ GREEDY_TOKENS = SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True)
 
 
 async def refusals(**config: Any) -> Any:
-    """How eight requests of one turn of the loop end, on an engine that runs one at a time."""
+    """Return the ends of eight requests of one turn of the loop, on an engine that runs one at a time."""
     async with testing.SimulatedEngine(max_num_seqs=1, **STEPPED | config) as engine:
         prompts = [PROMPT] * 8 if "max_queued_characters" not in config else ["a " * (LONG_TEXT // 2 + 1)] * 8
         jobs = [engine.generate(prompt, GREEDY_TOKENS) for prompt in prompts]
@@ -161,7 +161,7 @@ async def refusals(**config: Any) -> Any:
 
 
 async def fits(**config: Any) -> Any:
-    """Whether a prompt of 200 tokens is served; or the error."""
+    """Return True if a prompt of 200 tokens is served; or the error."""
     try:
         async with testing.SimulatedEngine(**config) as engine:
             return len((await engine.generate(PROMPT, GREEDY_TOKENS)).token_ids)
@@ -170,7 +170,7 @@ async def fits(**config: Any) -> Any:
 
 
 async def hits(**config: Any) -> tuple[bool, ...]:
-    """Whether prompts that came again were found in the cache, and whether blocks went to the host, and to a disk."""
+    """Return whether the cache had prompts that came again, and whether blocks went to the host, and to a disk."""
     async with testing.SimulatedEngine(num_kv_blocks=32, max_model_len=256, **config) as engine:
         for prompt in (PROMPT, PROMPT, PROMPT[::-1], PROMPT[1:], PROMPT):
             await engine.generate(prompt, GREEDY_TOKENS)
@@ -235,7 +235,7 @@ async def launches(**config: Any) -> int:
 
 
 async def hangs(**config: Any) -> Any:
-    """What becomes of a request whose step takes a second."""
+    """Return the end of a request whose step takes a second."""
     async with testing.SimulatedEngine(**config) as engine:
         engine.device.hang_at(3)
         asyncio.get_running_loop().call_later(1.0, engine.device.resume)
@@ -252,7 +252,7 @@ async def native_threads(**config: Any) -> int:
 
 
 async def pinned(**config: Any) -> bool:
-    """Whether a thread of the process runs on one core alone."""
+    """Return True if a thread of the process runs on one core alone."""
     async with testing.SimulatedEngine(**config) as engine:
         await engine.generate(PROMPT, GREEDY_TOKENS)
         return any(len(os.sched_getaffinity(int(thread))) == 1 for thread in os.listdir("/proc/self/task"))
@@ -268,7 +268,7 @@ async def budget(**config: Any) -> int:
 
 
 async def tuned(**config: Any) -> int:
-    """How often a start measures plans for projections that no table knows."""
+    """Count the measurements of plans, at a start, for projections that no table knows."""
     ops: Any = SimpleNamespace(device=torch.device("cpu"), choices=SimpleNamespace(missing=["a site"]))
     nothing: Any = None
     with mock.patch.object(prepare, "_compile"), mock.patch.object(prepare, "tune_missing") as measured:
@@ -277,7 +277,7 @@ async def tuned(**config: Any) -> int:
 
 
 async def compilers(**config: Any) -> Any:
-    """How many processes are to compile kernels."""
+    """Return the number of processes that are to compile kernels."""
     with mock.patch("asyncengine.runner.backend.compile_processes") as started, contextlib.suppress(Exception):
         started.side_effect = RuntimeError
         load_backend(EngineConfig(model=MODEL, device="cuda", **config), progress=False)
@@ -285,7 +285,7 @@ async def compilers(**config: Any) -> Any:
 
 
 async def kernels(**config: Any) -> Any:
-    """How projections of eight rows are computed, and with which hints their tiles are loaded."""
+    """Return the plans of projections of eight rows, and the hints with which their tiles are loaded."""
     ops = CudaOps(torch.device("cpu"), cuda_options(EngineConfig(model="m", **config), H200))
     site = Site(4096, 4096, 8, "none", None, False, False)
     return ops.choices.plan(site), ops.options.for_tma

@@ -58,7 +58,7 @@ async def models(**config: Any) -> Any:
 
 
 async def keys(**config: Any) -> tuple[int, ...]:
-    """Of a request without a key, and of the metrics."""
+    """Return the statuses of a request without a key, and of the metrics."""
     async with serving(FakeEngine(), **config) as site:
         return (await site.get("/v1/models")).status, (await site.get("/metrics")).status
 
@@ -129,7 +129,7 @@ async def template(**config: Any) -> int:
 
 
 async def half_a_body(**config: Any) -> bytes:
-    """How the server answers a body that stays away for a second."""
+    """Return the answer to a body that stays away for a second."""
     async with serving(FakeEngine(), **config) as site:
         reader, writer = await site.connect()
         writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 14\r\n\r\n{")
@@ -140,7 +140,7 @@ async def half_a_body(**config: Any) -> bytes:
 
 
 async def idle_connection(**config: Any) -> bool:
-    """Whether a connection without a request is open after a second."""
+    """Return True if a connection without a request is open after a second."""
     async with serving(FakeEngine(), **config) as site:
         reader, writer = await site.connect()
         writer.write(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
@@ -155,7 +155,7 @@ async def idle_connection(**config: Any) -> bool:
 
 
 async def deaf_client(**config: Any) -> bool:
-    """Whether the request of a client that does not read is aborted within a second."""
+    """Return True if the request of a client that does not read is aborted within a second."""
     engine = FakeEngine(repeat=65536, max_model_len=100_000)
     async with serving(engine, **config) as site:
         with deaf_socket(site.address) as client:
@@ -170,7 +170,7 @@ async def deaf_client(**config: Any) -> bool:
 
 
 async def first_line(**config: Any) -> bytes:
-    """What a stream sends first while its request waits for a second."""
+    """Return the first bytes of a stream whose request waits for a second."""
     engine = FakeEngine()
     engine.hold(at=0)
     async with serving(engine, **config) as site:
@@ -180,7 +180,7 @@ async def first_line(**config: Any) -> bytes:
 
 
 async def drained(**config: Any) -> bool:
-    """Whether a request that takes half a second more ends before the server does."""
+    """Return True if a request that takes half a second more ends before the server does."""
     engine = FakeEngine()
     engine.hold(at=1)
     async with serving(engine, **config) as site:
@@ -193,7 +193,7 @@ async def drained(**config: Any) -> bool:
 
 
 async def death(**config: Any) -> Any:
-    """How the server ends that has a dead engine, and is told to stop after a second."""
+    """Return the end of a server that has a dead engine, and is told to stop after a second."""
     engine: Any = FakeEngine()
     engine.die()
 

@@ -1,4 +1,4 @@
-"""What the page makes of a model's text: Markdown, formulas and colours of code, run by Node without a browser."""
+"""The page's rendering of a text: Markdown, formulas and colours of code, run by Node without a browser."""
 
 from __future__ import annotations
 
