@@ -191,7 +191,11 @@ def test_the_prediction_is_of_a_pool_that_is_full(monkeypatch: pytest.MonkeyPatc
             model="m", hybrid_attention="auto", hybrid_form="workers", hybrid_workers=4, host_kv_memory_bytes=1
         )
 
-        def _loaded(self) -> Any:
+        @property
+        def _life(self) -> Engine:
+            return self
+
+        def loaded(self) -> Any:
             ppm = dict.fromkeys((f"{part}_cost_ppm" for part in ("decode", "rest", "attention", "hybrid")), 1_000_000)
             stats = ppm | {"host_attention_tokens": 10**8, "host_attention_ns": 7 * 10**8}
             loop = argparse.Namespace(stats=lambda: stats)

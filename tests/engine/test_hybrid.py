@@ -99,9 +99,10 @@ def test_cancelled_requests_leave_nothing_wherever_they_are() -> None:
 
 STOPPED = """
 import asyncio, functools
-from asyncengine import AsyncEngine, SamplingParams, _core
+from asyncengine import AsyncEngine, SamplingParams
+from asyncengine.runner import loop_config
 
-_core.HybridConfig = functools.partial(_core.HybridConfig, job_timeout_ns=2_000_000_000)
+loop_config.HybridConfig = functools.partial(loop_config.HybridConfig, job_timeout_ns=2_000_000_000)
 
 async def main():
     params = SamplingParams(max_tokens=100, temperature=0.0, ignore_eos=True)

@@ -93,7 +93,7 @@ def timed(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
         calls.append((*shape, float8, pool, num_layers))
         return float(shape[-2])
 
-    monkeypatch.setattr(_core, "time_host_attention", time_host_attention, raising=False)
+    monkeypatch.setattr("asyncengine.runner.costs.cpu.time_attention", time_host_attention)
     return calls
 
 

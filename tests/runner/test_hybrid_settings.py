@@ -65,7 +65,7 @@ def test_short_steps_have_fewer_lanes(device: str, settings: dict[str, Any], lan
 
 
 def test_the_scheduler_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_core, "HybridConfig", SimpleNamespace)
+    monkeypatch.setattr("asyncengine.runner.loop_config.HybridConfig", SimpleNamespace)
     costs = CostTable([], [], host_attention=[HostAttention(4, 2048, 1.5)], exchange_ns=7.0)
     config = EngineConfig(model="m", hybrid_workers=4, hybrid_lanes=6, hybrid_form="workers", **ON)
     told = {"lanes": 6, "layers": 3, "workers": 4, "attend_ns": 1.5, "exchange_ns": 7.0, "min_gain": 0.05}
@@ -123,7 +123,7 @@ def test_a_model_that_cannot_says_so_and_runs_without(
     tmp_path: Path, values: dict[str, Any], why: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("ASYNCENGINE_CACHE", str(tmp_path))
-    monkeypatch.setattr(_core, "time_host_attention", lambda *shape, **options: 1.0, raising=False)
+    monkeypatch.setattr("asyncengine.runner.costs.cpu.time_attention", lambda *shape, **options: 1.0)
     model = write_gpt2(tmp_path, **values)
     config = EngineConfig(model=model, device="cpu", load_format="dummy", dtype="float32", max_num_seqs=2, **ON)
     backend = load_backend(config, progress=False)
