@@ -140,7 +140,7 @@ def test_time_in_which_the_process_is_stopped_fails_nobody(tmp_path: Path) -> No
                 return [int(word) for word in process.stdout.readline().split()]
 
             *_, tokens = finish_round()
-            for _ in range(4):
+            for _ in range(2):
                 time.sleep(1)  # in the midst of a round
                 process.send_signal(signal.SIGSTOP)
                 time.sleep(2.5)
