@@ -19,6 +19,7 @@ ROOT = Path(__file__).resolve().parents[2]
 SMALL = {"load_format": "dummy", "device": "cuda", "max_num_seqs": 4, "max_num_batched_tokens": 64}
 
 
+@pytest.mark.alone
 def test_the_engine_stays_within_its_share(tiny_llama):
     """All of the rest goes to the KV cache, but for what its sequences can use."""
     torch.cuda.empty_cache()

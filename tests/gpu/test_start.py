@@ -25,7 +25,7 @@ PROGRAM = """
 import asyncio, sys, threading
 import triton
 from asyncengine import AsyncEngine, SamplingParams
-from asyncengine.runner import prepare
+from asyncengine.runner.start import prepare
 
 prepare._BUDGET_S = 1e9  # the second start would go on where the first ended
 compiled = []
