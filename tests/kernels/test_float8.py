@@ -279,7 +279,7 @@ def test_what_does_not_go_together_raises(device: torch.device) -> None:
         (vector, x, plain, {}),
         (Plan("cublas"), x, weight, {}),
     ):
-        with pytest.raises(ValueError, match="does not fit what is fused"):
+        with pytest.raises(ValueError, match="does not fit the operations fused with it"):
             linear(rows, matrix, plan, out=out, **more)
     assert (out == 0).all()
 
