@@ -21,6 +21,7 @@ import torch.nn.functional as F
 
 from asyncengine import _core
 from asyncengine.kernels.cpu.ops import CpuOps
+from asyncengine.kernels.weight import dense
 
 T = TypeVar("T")
 
@@ -68,7 +69,7 @@ def bench_linear(ops: CpuOps, repeats: int, batches: list[int], shapes: list[str
             n, k = GPT2_SHAPES[shape]
             weight_bytes = n * k * dtype.itemsize
             copies = [torch.randn(n, k).to(dtype) for _ in range(max(1, round(CACHE_BYTES / weight_bytes)))]
-            handles = cycle([ops.make_linear([w], [None]) for w in copies])
+            handles = cycle([ops.make_linear([dense(w)], [None]) for w in copies])
             weights = cycle(copies)
             for m in batches:
                 x = torch.randn(m, k).to(dtype)

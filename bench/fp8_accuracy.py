@@ -18,7 +18,7 @@ import argparse
 import json
 import math
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -33,11 +33,13 @@ from asyncengine.cli.benchmarks import report
 from asyncengine.cli.benchmarks.report import Figure
 from asyncengine.config import EngineConfig
 from asyncengine.kernels.cpu.base import BaseOps
+from asyncengine.kernels.cpu.reference import ReferenceLinear, ReferenceOps
 from asyncengine.kernels.cuda.gpu import Gpu
 from asyncengine.kernels.cuda.trials import examine
-from asyncengine.kernels.float8 import Quantization
+from asyncengine.kernels.float8 import Quantization, pack_float8
 from asyncengine.kernels.float8_cache import with_inverses
 from asyncengine.kernels.ops import Ops
+from asyncengine.kernels.weight import DENSE, PackedWeight, tensors_of
 from asyncengine.runner.state import memory as kv_cache
 from asyncengine.runner.state.kv_scales import calibrate_host
 from asyncengine.runner.steps.model_runner import LoadedModel, load_model
@@ -121,6 +123,16 @@ class Sequences:
         return batch
 
 
+class RoundingOps(ReferenceOps):
+    """Plain torch in any dtype, whose layers have float8 weights, of those that a model gives it."""
+
+    def make_linear(self, weights: Sequence[PackedWeight], biases: Sequence[Tensor | None]) -> ReferenceLinear:
+        return super().make_linear([pack_float8(w) for w in tensors_of(weights, "weight", DENSE)], biases)
+
+    def make_head(self, weight: PackedWeight) -> ReferenceLinear:
+        return super().make_linear([weight], [None])
+
+
 def load(
     directory: Path, quantization: Quantization, args: argparse.Namespace, tokens: int,
     kv_cache_dtype: Literal["auto", "fp8"] = "auto",
@@ -132,9 +144,7 @@ def load(
     )  # fmt: skip
     ops: Ops[Any, Any, Any]
     if args.device == "cpu":
-        from asyncengine.kernels.cpu.reference import Float8ReferenceOps, ReferenceOps
-
-        ops = Float8ReferenceOps() if quantization == "fp8" else ReferenceOps()
+        ops = RoundingOps() if quantization == "fp8" else ReferenceOps()
         loaded = load_model(config, ops)
         if kv_cache_dtype == "fp8" and loaded.kv_scales is None:
             scales = calibrate_host(loaded.model, loaded.config, loaded.dtype, loaded.max_model_len, ops)
@@ -146,7 +156,7 @@ def load(
 
         device = torch.device("cuda", 0)
         plans = PlanTable.load(torch.cuda.get_device_name(device))
-        ops = CudaOps(device, CudaOptions(plans, quantization=quantization, gpu=examine(device)))
+        ops = CudaOps(device, CudaOptions(plans, gpu=examine(device)))
         config = replace(config, quantization=quantization)
         loaded = with_kv_scales(config, load_model(config, ops), ops)
     return loaded, ops

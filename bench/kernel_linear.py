@@ -28,6 +28,7 @@ from asyncengine.kernels.cuda.sampling.sample import sample
 from asyncengine.kernels.cuda.step.tensors import allocate_step
 from asyncengine.kernels.cuda.trials import examine
 from asyncengine.kernels.ops import Activation, Norm
+from asyncengine.kernels.weight import dense
 from asyncengine.models.config import ModelConfig
 from asyncengine.runner.start.tuning import Tuner, norm_behind
 from asyncengine.runner.steps.device_steps import SAMPLING
@@ -112,7 +113,7 @@ def allocate(ops: CudaOps, p: Projection, rows: int) -> Operands:
         return torch.randn(*size, dtype=DTYPE, device=ops.device)
 
     weight = random(p.columns, p.inner).mul_(p.inner**-0.5)
-    handle = ops.make_linear([weight], [random(p.columns) if p.bias else None])
+    handle = ops.make_linear([dense(weight)], [random(p.columns) if p.bias else None])
     step = allocate_step(rows, 1, rows, rows, ops.device)
     step.sample_index.copy_(torch.arange(rows))
     step.sample_slot.copy_(torch.arange(rows))

@@ -15,6 +15,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from asyncengine.kernels.weight import FLOAT8 as FLOAT8_FORMAT
+from asyncengine.kernels.weight import PackedWeight, tensors_of
+
 Quantization = Literal["none", "fp8"]
 
 FLOAT8 = torch.float8_e4m3fn
@@ -50,29 +53,31 @@ class Quantized:
 
 def quantize(x: Tensor) -> Quantized:
     """x [M, K] by plain operations of torch: for weights, and the twin of the GPU's ``quantize_rows``."""
-    values = torch.empty(x.shape, dtype=FLOAT8, device=x.device)
-    scale = torch.empty(len(x), dtype=torch.float32, device=x.device)
-    _quantize_into(x, values, scale)
-    return Quantized(values, scale)
-
-
-def quantize_weights(weights: Sequence[Tensor]) -> Quantized:
-    """Weights [N_i, K] as one matrix, one after another: beside the result there is one of them in float32 at a
-    time."""
-    rows = [len(w) for w in weights]
-    values = torch.empty((sum(rows), weights[0].shape[1]), dtype=FLOAT8, device=weights[0].device)
-    scale = torch.empty(len(values), dtype=torch.float32, device=values.device)
-    parts = zip(weights, torch.split(values, rows), torch.split(scale, rows), strict=True)
-    for weight, its_values, its_scale in parts:
-        _quantize_into(weight, its_values, its_scale)
-    return Quantized(values, scale)
-
-
-def _quantize_into(x: Tensor, values: Tensor, scale: Tensor) -> None:
     top = x.abs().amax(1).float().clamp_(min=SMALLEST_TOP)
     # Not FLOAT8_MAX / top, which torch makes the product with an inverse: rounded twice.
-    values.copy_(x * (torch.full_like(top, FLOAT8_MAX) / top)[:, None])
-    torch.mul(top, 1 / FLOAT8_MAX, out=scale)
+    values = x * (torch.full_like(top, FLOAT8_MAX) / top)[:, None]
+    return Quantized(values.to(FLOAT8), top * (1 / FLOAT8_MAX))
+
+
+def pack_float8(weight: Tensor) -> PackedWeight:
+    """A weight [N, K] in the format FLOAT8."""
+    made = quantize(weight)
+    return PackedWeight(FLOAT8_FORMAT, {"values": made.values, "scale": made.scale}, *weight.shape)
+
+
+def unpack_float8(weights: Sequence[PackedWeight]) -> list[Quantized]:
+    """The matrices of weights in the format FLOAT8. Raises ValueError for a weight in another."""
+    values, scales = (tensors_of(weights, name, FLOAT8_FORMAT) for name in ("values", "scale"))
+    return [Quantized(*part) for part in zip(values, scales, strict=True)]
+
+
+def join(matrices: Sequence[Quantized]) -> Quantized:
+    """Matrices [N_i, K] as one, one below another. Several are copied."""
+    if len(matrices) == 1:
+        return matrices[0]
+    # Bytes: torch joins no float8.
+    values = torch.cat([matrix.values.view(torch.uint8) for matrix in matrices]).view(FLOAT8)
+    return Quantized(values, torch.cat([matrix.scale for matrix in matrices]))
 
 
 def scaled_product_takes(columns: int, inner: int) -> bool:

@@ -7,6 +7,8 @@ from typing import Any, Literal, NamedTuple, Protocol, TypeAlias, TypeVar
 
 from torch import Tensor, device
 
+from asyncengine.kernels.weight import PackedWeight
+
 Activation = Literal["silu_mul", "gelu_tanh_mul", "gelu", "gelu_tanh"]
 """Names that end in _mul are gated: of gate and up side by side, [M, 2I], silu_mul gives silu(gate) * up, [M, I]."""
 
@@ -111,16 +113,17 @@ class Ops(Protocol[BatchT, ResidualT, HandleT]):
     transposed_keys: bool
     """Keys are [num_blocks, Hk, D, block_size] instead of, like the values, [num_blocks, Hk, block_size, D]."""
 
-    def make_linear(self, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> HandleT:
+    def make_linear(self, weights: Sequence[PackedWeight], biases: Sequence[Tensor | None]) -> HandleT:
         """A handle for weights [N_i, K] that share their input, and whose results lie side by side: N = sum of N_i.
 
-        The CPU copies no contiguous weight; a transposed view may be copied.
+        The CPU copies no contiguous dense weight; a transposed view may be copied. Raises ValueError for a format that
+        the package does not have, and for weights in several formats.
         """
 
-    def make_head(self, weight: Tensor) -> HandleT:
-        """A handle for the weight [V, K] of ``logits``, which nobody quantises."""
+    def make_head(self, weight: PackedWeight) -> HandleT:
+        """A handle for the weight [V, K] of ``logits``."""
 
-    def make_embedding(self, table: Tensor, *, tied: bool, copy: bool = False) -> HandleT:
+    def make_embedding(self, table: PackedWeight, *, tied: bool, copy: bool = False) -> HandleT:
         """A handle for the table [V, H] of ``embed``; if tied, it is one for ``logits`` as well.
 
         With ``copy`` a tied table may be laid out anew on the CPU, for both its uses: for models whose other matrices

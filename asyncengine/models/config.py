@@ -172,17 +172,17 @@ class ModelConfig:
     """Labels of a classification model, whose head gives a logit for each label in place of one for each token."""
     exclusive_labels: bool = True
     """A text has one of the labels, not any number of them."""
-    embedding: str = "model.embed_tokens.weight"
-    """Name of the embedding's weight."""
+    embedding: str = "model.embed_tokens"
+    """Name of the embedding's module."""
     has_head: bool = True
     """Logits mean something. Without a head the model gives vectors alone."""
 
     @property
     def head_shape(self) -> tuple[str, int, int]:
-        """Name and shape of the head's weight, where it is not the embedding."""
+        """Name of the head and shape of its weight, where it is not the embedding."""
         if self.labels:
-            return "score.weight", len(self.labels), self.hidden_size
-        return "lm_head.weight", self.vocab_size, self.hidden_size
+            return "score", len(self.labels), self.hidden_size
+        return "lm_head", self.vocab_size, self.hidden_size
 
 
 def read_rope(raw: RawConfig, max_positions: int) -> RopeConfig:

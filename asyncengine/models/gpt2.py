@@ -6,6 +6,7 @@ from asyncengine.kernels.ops import Activation, AttentionLayer, Handle, KVSpec, 
 from asyncengine.models.config import ModelConfig, RawConfig, require_full_attention
 from asyncengine.models.decoder import AttentionBlock, Decoder, DecoderLayer, MLPBlock
 from asyncengine.models.files import excerpt
+from asyncengine.models.weights.shard import Cut
 from asyncengine.models.weights.source import WeightSource
 
 # The names under which transformers knows the exact GELU and its tanh approximation.
@@ -57,7 +58,7 @@ def read_config(raw: RawConfig) -> ModelConfig:
         layer_windows=require_full_attention(raw, num_layers, max_positions),
         layer_scales=tuple(scale / (i + 1) if by_layer else scale for i in range(num_layers)),
         layer_caches=(KVSpec(num_heads, head_dim),) * num_layers,
-        embedding="transformer.wte.weight",
+        embedding="transformer.wte",
     )
 
 
@@ -65,27 +66,28 @@ def _layer(config: ModelConfig, index: int, weights: WeightSource, ops: ModelOps
     prefix = f"transformer.h.{index}"
     hidden, inner = config.hidden_size, config.intermediate_size
 
-    def linear(name: str, out_size: int, in_size: int) -> Handle:
-        weight = weights.get_transposed(f"{prefix}.{name}.weight", out_size, in_size)
-        return ops.make_linear([weight], [weights.get(f"{prefix}.{name}.bias", out_size)])
+    def linear(name: str, out_size: int, in_size: int, cut: Cut, blocks: int = 1) -> Handle:
+        module = f"{prefix}.{name}"
+        weight = weights.weight(module, out_size, in_size, cut=cut, blocks=blocks, transposed=True)
+        return ops.make_linear([weight], [weights.bias(module, out_size, cut=cut, blocks=blocks)])
 
     attention = AttentionBlock(
         norm=_norm(config, weights, f"{prefix}.ln_1"),
-        qkv=linear("attn.c_attn", 3 * hidden, hidden),
+        qkv=linear("attn.c_attn", 3 * hidden, hidden, "rows", blocks=3),
         layer=AttentionLayer(config.num_heads, None, None, config.layer_scales[index], 0),
-        output=linear("attn.c_proj", hidden, hidden),
+        output=linear("attn.c_proj", hidden, hidden, "columns"),
     )
     mlp = MLPBlock(
         norm=_norm(config, weights, f"{prefix}.ln_2"),
-        up=linear("mlp.c_fc", inner, hidden),
+        up=linear("mlp.c_fc", inner, hidden, "rows"),
         activation=config.activation,
-        down=linear("mlp.c_proj", hidden, inner),
+        down=linear("mlp.c_proj", hidden, inner, "columns"),
     )
     return DecoderLayer(attention, mlp)
 
 
 def _norm(config: ModelConfig, weights: WeightSource, name: str) -> Norm:
-    weight, bias = (weights.get(f"{name}.{part}", config.hidden_size) for part in ("weight", "bias"))
+    weight, bias = (weights.tensor(f"{name}.{part}", config.hidden_size) for part in ("weight", "bias"))
     return Norm(weight, bias, config.norm_eps)
 
 
@@ -94,12 +96,12 @@ class GPT2LMHeadModel(Decoder):
 
     def __init__(self, config: ModelConfig, weights: WeightSource, ops: ModelOps, max_positions: int) -> None:
         hidden = config.hidden_size
-        table = weights.get(config.embedding, config.vocab_size, hidden)
+        table = weights.table(config.embedding, config.vocab_size, hidden)
         embedding = ops.make_embedding(table, tied=config.tie_word_embeddings, copy=True)
-        position_table = weights.get("transformer.wpe.weight", config.max_positions, hidden)
+        position_table = weights.tensor("transformer.wpe.weight", config.max_positions, hidden)
         layers = [_layer(config, i, weights, ops) for i in range(config.num_layers)]
         norm = _norm(config, weights, "transformer.ln_f")
         head = embedding
         if not config.tie_word_embeddings:
-            head = ops.make_head(weights.get(*config.head_shape))
+            head = ops.make_head(weights.table(*config.head_shape))
         super().__init__(ops, layers, embedding=embedding, norm=norm, head=head, position_table=position_table)

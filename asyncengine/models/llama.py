@@ -14,6 +14,7 @@ from asyncengine.models.config import ModelConfig, RawConfig, read_rope, require
 from asyncengine.models.decoder import AttentionBlock, Decoder, DecoderLayer, FeedForward, MLPBlock
 from asyncengine.models.files import excerpt
 from asyncengine.models.rotary import rotary_table
+from asyncengine.models.weights.shard import Cut
 from asyncengine.models.weights.source import WeightSource
 
 _SILU: Mapping[str, Activation] = {"silu": "silu_mul", "swish": "silu_mul"}
@@ -95,18 +96,15 @@ class LayerWeights:
         self._weights = weights
         self._ops = ops
 
-    def get(self, name: str, *shape: int) -> Tensor:
-        return self._weights.get(f"model.layers.{self.index}.{name}", *shape)
-
-    def linear(self, block: str, sizes: Mapping[str, int], in_size: int, *, bias: bool) -> Handle:
+    def linear(self, block: str, sizes: Mapping[str, int], in_size: int, cut: Cut, *, bias: bool) -> Handle:
         """Projections ``sizes`` of one input, by name; side by side."""
-        full = {f"{block}.{name}_proj": size for name, size in sizes.items()}
-        matrices = [self.get(f"{name}.weight", size, in_size) for name, size in full.items()]
-        biases = [self.get(f"{name}.bias", size) if bias else None for name, size in full.items()]
+        full = {f"model.layers.{self.index}.{block}.{name}_proj": size for name, size in sizes.items()}
+        matrices = [self._weights.weight(name, size, in_size, cut=cut) for name, size in full.items()]
+        biases = [self._weights.bias(name, size, cut=cut) if bias else None for name, size in full.items()]
         return self._ops.make_linear(matrices, biases)
 
-    def norm(self, name: str) -> Norm:
-        return rms_norm(self.config, self.get(f"{name}.weight", self.config.hidden_size))
+    def norm(self, name: str, size: int) -> Norm:
+        return rms_norm(self.config, self._weights.tensor(f"model.layers.{self.index}.{name}.weight", size))
 
 
 def rms_norm(config: ModelConfig, weight: Tensor) -> Norm:
@@ -118,16 +116,16 @@ def rms_norm(config: ModelConfig, weight: Tensor) -> Norm:
 def attention_block(layer: LayerWeights, cos_sin: Tensor) -> AttentionBlock:
     config, dim = layer.config, layer.config.head_dim
     hidden, q_size, kv_size = config.hidden_size, config.num_heads * dim, config.num_kv_heads * dim
-    norm = layer.norm("input_layernorm")
-    qkv = layer.linear("self_attn", {"q": q_size, "k": kv_size, "v": kv_size}, hidden, bias=config.qkv_bias)
+    norm = layer.norm("input_layernorm", hidden)
+    qkv = layer.linear("self_attn", {"q": q_size, "k": kv_size, "v": kv_size}, hidden, "rows", bias=config.qkv_bias)
     head_norms: HeadNorms | None = None
     if config.qk_norm:
-        q, k = (rms_norm(config, layer.get(f"self_attn.{x}_norm.weight", dim)) for x in "qk")
+        q, k = (layer.norm(f"self_attn.{x}_norm", dim) for x in "qk")
         head_norms = HeadNorms(q.weight, k.weight, config.norm_eps)
     scale, window = config.layer_scales[layer.index], config.layer_windows[layer.index]
     attention = AttentionLayer(config.num_heads, head_norms, cos_sin, scale, window, config.score_softcap)
-    output = layer.linear("self_attn", {"o": hidden}, q_size, bias=config.output_bias)
-    output_norm = layer.norm("post_attention_layernorm") if config.sandwich_norms else None
+    output = layer.linear("self_attn", {"o": hidden}, q_size, "columns", bias=config.output_bias)
+    output_norm = layer.norm("post_attention_layernorm", hidden) if config.sandwich_norms else None
     return AttentionBlock(norm, qkv, attention, output, output_norm)
 
 
@@ -135,10 +133,10 @@ def mlp_block(layer: LayerWeights) -> MLPBlock:
     config = layer.config
     hidden, inner = config.hidden_size, config.intermediate_size
     # A family without sandwich norms calls the norm before the MLP by its place after the attention.
-    norm = layer.norm("pre_feedforward_layernorm" if config.sandwich_norms else "post_attention_layernorm")
-    up = layer.linear("mlp", {"gate": inner, "up": inner}, hidden, bias=config.mlp_bias)
-    down = layer.linear("mlp", {"down": hidden}, inner, bias=config.mlp_bias)
-    output_norm = layer.norm("post_feedforward_layernorm") if config.sandwich_norms else None
+    norm = layer.norm("pre_feedforward_layernorm" if config.sandwich_norms else "post_attention_layernorm", hidden)
+    up = layer.linear("mlp", {"gate": inner, "up": inner}, hidden, "rows", bias=config.mlp_bias)
+    down = layer.linear("mlp", {"down": hidden}, inner, "columns", bias=config.mlp_bias)
+    output_norm = layer.norm("post_feedforward_layernorm", hidden) if config.sandwich_norms else None
     return MLPBlock(norm, up, config.activation, down, output_norm)
 
 
@@ -151,16 +149,16 @@ class LlamaForCausalLM(Decoder):
     def __init__(self, config: ModelConfig, weights: WeightSource, ops: ModelOps, max_positions: int) -> None:
         assert config.rope is not None
         cos_sin = rotary_table(config.rope, config.head_dim, max_positions).to(ops.device)
-        table = weights.get(config.embedding, config.vocab_size, config.hidden_size)
+        table = weights.table(config.embedding, config.vocab_size, config.hidden_size)
         embedding = ops.make_embedding(table, tied=config.tie_word_embeddings)
         layers = []
         for index in range(config.num_layers):
             layer = LayerWeights(config, index, weights, ops)
             layers.append(DecoderLayer(attention_block(layer, cos_sin), self.feed_forward(layer)))
-        norm = rms_norm(config, weights.get("model.norm.weight", config.hidden_size))
+        norm = rms_norm(config, weights.tensor("model.norm.weight", config.hidden_size))
         head = embedding
         if not config.tie_word_embeddings:
-            head = ops.make_head(weights.get(*config.head_shape))
+            head = ops.make_head(weights.table(*config.head_shape))
         super().__init__(
             ops,
             layers,

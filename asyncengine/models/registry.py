@@ -14,6 +14,7 @@ from asyncengine.kernels.ops import Batch, BatchT, LayerCache, ModelOps
 from asyncengine.models import gpt2, llama, mistral, qwen2, qwen3
 from asyncengine.models.config import ModelConfig, RawConfig
 from asyncengine.models.files import excerpt
+from asyncengine.models.weights.formats import TensorSource
 from asyncengine.models.weights.source import WeightSource
 
 logger = logging.getLogger(__name__)
@@ -94,14 +95,14 @@ for _name, _causal in (
     FAMILIES[f"{_name}Model"] = FAMILIES[_causal]
 
 
-def settle_head(config: ModelConfig, weights: WeightSource) -> ModelConfig:
+def settle_head(config: ModelConfig, weights: TensorSource) -> ModelConfig:
     """The configuration with the head that the weights have.
 
     As in transformers, a tied matrix may have the head's name or the embedding's, and a head that differs from the
     embedding is used although the configuration ties them. A model without a head of either kind gives vectors alone:
     the embedding stands in for its head.
     """
-    head, *_ = config.head_shape
+    head, embedding = (f"{module}.weight" for module in (config.head_shape[0], config.embedding))
     if config.labels:
         return config
     if not config.tie_word_embeddings:
@@ -111,11 +112,11 @@ def settle_head(config: ModelConfig, weights: WeightSource) -> ModelConfig:
         return replace(config, tie_word_embeddings=True, has_head=False)
     if head not in weights:
         return config
-    if config.embedding not in weights:
-        return replace(config, embedding=head)
-    if weights.equal(config.embedding, head):
+    if embedding not in weights:
+        return replace(config, embedding=config.head_shape[0])
+    if weights.equal(embedding, head):
         return config
-    logger.warning("tie_word_embeddings is ignored: the checkpoint has %s and another %s", config.embedding, head)
+    logger.warning("tie_word_embeddings is ignored: the checkpoint has %s and another %s", embedding, head)
     return replace(config, tie_word_embeddings=False)
 
 

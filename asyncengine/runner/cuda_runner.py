@@ -78,7 +78,6 @@ class CudaRunner:
         ops = CudaOps(device, cuda_options(config, examine(device)))
         try:
             loaded = load_model(config, ops, progress=progress)
-            loaded = replace(loaded, owned_bytes=loaded.owned_bytes - ops.saved_bytes)
             loaded = with_kv_scales(config, loaded, ops)
             host_rows = HostRows.make(config, native, loaded)
             lanes = 0 if host_rows is None else host_rows.num_lanes
@@ -175,7 +174,6 @@ def cuda_options(config: EngineConfig, gpu: Gpu) -> CudaOptions:
         pdl=config.programmatic_launch and gpu.dependent_launch,
         gpu=gpu,
         batch_invariant=config.batch_invariant,
-        quantization=config.quantization,
         l2_cache_hints=config.l2_cache_hints,
     )
 

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from asyncengine import bundled_model
 from asyncengine.config import EngineConfig
-from asyncengine.kernels.cpu.reference import Float8ReferenceOps, ReferenceOps
-from asyncengine.kernels.cuda.ops import CudaOps, CudaOptions
+from asyncengine.kernels.cpu.reference import ReferenceOps
+from asyncengine.kernels.cuda.ops import CudaOps
 from asyncengine.kernels.ops import Ops
 from asyncengine.runner.steps.model_runner import load_model
 from tests.kernels.interpreter import repair_interpreter
@@ -66,8 +66,8 @@ def test_kernels_are_as_exact_as_the_twin(qwen3: Path, rows: int, tokens: int, c
         return given(model, ids, chunk)
 
     cpu = torch.device("cpu")
-    kernels = logits(CudaOps(cpu, CudaOptions(quantization="fp8")), "fp8")
-    twin = logits(Float8ReferenceOps(), "none")
+    kernels = logits(CudaOps(cpu), "fp8")
+    twin = logits(ReferenceOps(), "fp8")
     plain = logits(ReferenceOps(), "none")
     error, expected = (compare(plain, x)["relative error"] for x in (kernels, twin))
     assert 0.5 < error / expected < 1.3

@@ -18,6 +18,8 @@ from asyncengine.kernels.cuda.ops import CudaOps, CudaOptions
 from asyncengine.kernels.cuda.trials import examine
 from asyncengine.models.config import RawConfig
 from asyncengine.models.registry import find_family
+from asyncengine.models.weights.shard import WHOLE, Part
+from asyncengine.models.weights.source import WeightSource
 from asyncengine.runner.cuda_runner import CudaRunner
 from asyncengine.runner.start.graphs import loaded_libcudart
 from asyncengine.runner.start.prepare import make_steps
@@ -31,16 +33,16 @@ CHUNKS = (128, 512)
 
 
 class StateDict:
-    """A WeightSource over a model of transformers."""
+    """A TensorSource over a model of transformers."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         self._tensors = model.state_dict()
 
-    def get(self, name: str, *shape: int) -> Tensor:
+    def get(self, name: str, *shape: int, part: Part = WHOLE) -> Tensor:
         assert self._tensors[name].shape == shape, name
         return self._tensors[name].clone()
 
-    def get_transposed(self, name: str, *shape: int) -> Tensor:
+    def get_transposed(self, name: str, *shape: int, part: Part = WHOLE) -> Tensor:
         return self._tensors[name].T
 
 
@@ -77,7 +79,7 @@ def our_logits(directory: str, source: StateDict, prompt: list[int], chunk: int)
         max_model_len=1024, enforce_eager=True,
     )  # fmt: skip
     model_config = family.read_config(raw)
-    recorder = Recorder(family.build(model_config, source, ops, 1024))
+    recorder = Recorder(family.build(model_config, WeightSource(source), ops, 1024))
     loaded = LoadedModel(
         SHAPES / directory, architecture, model_config, torch.bfloat16, "cuda", 1024, recorder, 0, 0, 0, ()
     )

@@ -21,6 +21,7 @@ from asyncengine.kernels.cuda.linear.tma import tma_linear, tma_parts, tma_sum
 from asyncengine.kernels.cuda.ops import CudaOps, CudaOptions
 from asyncengine.kernels.cuda.trials import examine, runs_tma
 from asyncengine.kernels.ops import Norm
+from asyncengine.kernels.weight import dense
 from tests.gpu.conftest import needs_hopper
 from tests.kernels.poison import poison_new_memory, surrounded, taken
 from tests.kernels.test_linear import Case
@@ -268,7 +269,7 @@ def test_many_rows_as_a_model_calls_them(device: torch.device, family: str, rows
 
     def run(tma: bool) -> list[torch.Tensor]:
         ops = CudaOps(device, CudaOptions(pdl=True, gpu=replace(examine(device), tma=tma)))
-        o, up, down, qkv = (ops.make_linear([w], [b]) for w, b in zip(weights, biases, strict=True))
+        o, up, down, qkv = (ops.make_linear([dense(w)], [b]) for w, b in zip(weights, biases, strict=True))
         residual = Residual(stream.clone())
         ops.linear_add_(x, o, residual)
         assert (residual.state == "put off") == tma

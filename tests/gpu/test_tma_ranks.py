@@ -28,6 +28,7 @@ from asyncengine.kernels.cuda.sampling.sample import Ranks, sample
 from asyncengine.kernels.cuda.step.tensors import DeviceStep, allocate_step
 from asyncengine.kernels.cuda.trials import examine
 from asyncengine.kernels.ops import Norm
+from asyncengine.kernels.weight import dense
 from tests.gpu.conftest import needs_hopper
 from tests.kernels.poison import poison_new_memory, surrounded
 from tests.kernels.twins import greatest_ranks
@@ -164,7 +165,7 @@ def test_tokens_are_those_of_logits_by_the_same_plan(
         tokens = head.x[step.sample_index].float() @ head.weight.float().T
         ends_with = tokens[3].argmax().int()
         step.slots.stops[ending, 2] = ends_with
-        logits = head.run(ops, ops.make_head(head.weight))
+        logits = head.run(ops, ops.make_head(dense(head.weight)))
         assert isinstance(logits, Ranks) == fused
         words = head.words[0].cpu()
         assert words[1] == POISON
@@ -183,7 +184,7 @@ def test_replays(device: torch.device, rows: int, tile: tuple[int, int, int]) ->
     """Kernels that start early, one step behind another: each reads what its own step has written."""
     head, stream = Head(device, rows), torch.cuda.Stream(device)
     ops = head.ops(plan_of(tile), fused=True)
-    handle = ops.make_head(head.weight)
+    handle = ops.make_head(dense(head.weight))
     inputs = [integers(rows, head.INNER, seed=seed, largest=1).to(device) for seed in range(6)]
     words = [torch.zeros_like(head.words) for _ in inputs]
     stream.wait_stream(torch.cuda.current_stream(device))

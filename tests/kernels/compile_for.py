@@ -177,7 +177,7 @@ def main(target: str, directory: str, dtype: str, quantization: Quantization = "
         hybrid_attention="always", host_kv_memory_bytes=1 << 20,
     )  # fmt: skip
     card = card_for(int(target))
-    ops = CudaOps(torch.device("cpu"), CudaOptions(quantization=quantization, gpu=replace(card, tma=False)))
+    ops = CudaOps(torch.device("cpu"), CudaOptions(gpu=replace(card, tma=False)))
     loaded = load_model(config, ops)
     device = _core.SimulatedDevice(vocab_size=2)
     native = _core.CudaDevice.simulated(device)

@@ -14,7 +14,7 @@ import torch
 
 from asyncengine import AsyncEngine, _core
 from asyncengine.config import EngineConfig
-from asyncengine.kernels.cuda.ops import CudaOps, CudaOptions
+from asyncengine.kernels.cuda.ops import CudaOps
 from asyncengine.runner.backend import Backend, load_tokenizer
 from asyncengine.runner.host.rows import HostRows
 from asyncengine.runner.host.tier import HostTier
@@ -32,7 +32,7 @@ def load(config: EngineConfig) -> Backend:
     repair_interpreter()
     device = _core.SimulatedDevice(vocab_size=2)
     native = _core.CudaDevice.simulated(device)
-    ops = CudaOps(torch.device("cpu"), CudaOptions(quantization=config.quantization))
+    ops = CudaOps(torch.device("cpu"))
     loaded = with_kv_scales(config, load_model(config, ops), ops)
     info = loaded.info(config, config.num_kv_blocks)
     host_rows = HostRows.make(config, native, loaded)

@@ -20,19 +20,23 @@ from asyncengine.kernels.cuda.linear.tables import PlanTable
 from asyncengine.kernels.cuda.ops import CudaBatch, CudaOps, CudaOptions
 from asyncengine.kernels.cuda.step.tensors import allocate_step
 from asyncengine.kernels.ops import Norm
+from asyncengine.kernels.weight import dense
+from asyncengine.kernels.float8 import pack_float8
 
 def random(*shape): return torch.empty(shape, dtype=torch.bfloat16)
 
-options = CudaOptions(PlanTable.load(name), gpu.dependent_launch, gpu=gpu, quantization=quantization)
+pack = dense if quantization == "none" else pack_float8
+
+options = CudaOptions(PlanTable.load(name), gpu.dependent_launch, gpu=gpu)
 ops = CudaOps(torch.device("cpu"), options)
 for hidden, width, heads, up, layer, activation in (
     (768, 768, 2304, 3072, True, "gelu_tanh"), (1024, 2048, 4096, 6144, False, "silu_mul")
 )[quantization == "fp8" :]:
-    def linear(n, k): return ops.make_linear([random(n, k)], [random(n) if layer else None])
+    def linear(n, k): return ops.make_linear([pack(random(n, k))], [random(n) if layer else None])
 
     norm = Norm(random(hidden), random(hidden) if layer else None, 1e-5)
     qkv, o, wide, down = linear(heads, hidden), linear(hidden, width), linear(up, hidden), linear(hidden, 3072)
-    table = random(1024, hidden)
+    table = dense(random(1024, hidden))
     embedding, head = ops.make_embedding(table, tied=False), ops.make_head(table)
     for rows in (1, 8, 64) if quantization == "fp8" else (1, 8, 64, 320):
         batch = CudaBatch(allocate_step(1, 1, min(rows, 8), rows, ops.device))

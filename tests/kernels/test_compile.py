@@ -157,7 +157,7 @@ for rows, hidden, width, heads, layer, activation in (
     norm = Norm(random(hidden), random(hidden) if layer else None, 1e-5)
     up_rows = 3072 if layer else 6144
 
-    def linear(n, k): return ops.make_linear([random(n, k)], [random(n) if layer else None])
+    def linear(n, k): return ops.make_linear([dense(random(n, k))], [random(n) if layer else None])
 
     stream = Residual(random(rows, hidden))
     ops.linear_add_(random(rows, width), linear(hidden, width), stream)

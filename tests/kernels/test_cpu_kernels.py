@@ -15,6 +15,7 @@ from asyncengine import _core
 from asyncengine.kernels.cpu.base import Residual
 from asyncengine.kernels.cpu.ops import CpuOps
 from asyncengine.kernels.ops import Activation, AttentionLayer, LayerKVCache, Norm, split_heads
+from asyncengine.kernels.weight import dense
 
 ISAS = _core.CpuKernels.available_isas()
 DTYPES = [torch.float32, torch.bfloat16]
@@ -66,7 +67,7 @@ def test_linear(ops: CpuOps, dtype: torch.dtype, rows: int, k: int) -> None:
     weights = [random(n, k, dtype=dtype, seed=n) for n in sizes]
     biases = [random(1, dtype=dtype), None, random(64, dtype=dtype, seed=5), random(11, dtype=dtype)]
     x = random(rows, k, dtype=dtype, seed=9)
-    handle = ops.make_linear(weights, biases)
+    handle = ops.make_linear([dense(w) for w in weights], biases)
     expected, scale = [], []
     for w, b in zip(weights, biases, strict=True):
         expected.append(F.linear(x.double(), w.double(), None if b is None else b.double()))
@@ -83,8 +84,8 @@ def test_linear_of_transposed_weights_is_the_same(ops: CpuOps, dtype: torch.dtyp
     stored = [random(k, n, dtype=dtype, seed=n) for n in (2, 37, 64)]
     biases = [random(2, dtype=dtype), None, random(64, dtype=dtype, seed=5)]
     x = random(rows, k, dtype=dtype, seed=9)
-    plain = ops.make_linear([w.T.contiguous() for w in stored], biases)
-    panels = ops.make_linear([w.T for w in stored], biases)
+    plain = ops.make_linear([dense(w.T.contiguous()) for w in stored], biases)
+    panels = ops.make_linear([dense(w.T) for w in stored], biases)
     for out_dtype in (dtype, torch.float32):
         assert_same(ops.linear(x, panels, out_dtype), ops.linear(x, plain, out_dtype))
 
@@ -95,11 +96,11 @@ def test_embedding_that_is_the_head_too(ops: CpuOps, dtype: torch.dtype, k: int,
     table, positions = random(301, k, dtype=dtype), random(50, k, dtype=dtype, seed=1)
     ids, places = list(range(300, -1, -7)), list(range(43))
     batch = _core.StepBatch(ids, places, places, [0, 43], [0], [[0]], [])
-    embedding = ops.make_embedding(table.clone(), tied=True, copy=copy)
+    embedding = ops.make_embedding(dense(table.clone()), tied=True, copy=copy)
     assert_same(ops.embed(batch, embedding).x, table[ids])
     assert_same(ops.embed(batch, embedding, positions).x, table[ids] + positions[places])
     x = random(16, k, dtype=dtype, seed=9)
-    assert_same(ops.linear(x, embedding, torch.float32), ops.linear(x, ops.make_head(table), torch.float32))
+    assert_same(ops.linear(x, embedding, torch.float32), ops.linear(x, ops.make_head(dense(table)), torch.float32))
 
 
 @pytest.mark.parametrize("k", [33, 768, 2050])
@@ -107,7 +108,7 @@ def test_linear_does_not_depend_on_batch_or_threads(ops: CpuOps, dtype: torch.dt
     weights = [random(101, k, dtype=dtype, seed=1), random(64, k, dtype=dtype, seed=2)]
     biases = [random(101, dtype=dtype, seed=3), None]
     x = random(300, k, dtype=dtype, seed=4)
-    handle = ops.make_linear(weights, biases)
+    handle = ops.make_linear([dense(w) for w in weights], biases)
     alone = torch.cat([ops.linear(x[i : i + 1], handle) for i in range(300)])
     for threads in (1, 2, 3):
         other = make_ops(ops.isa, threads)
@@ -123,7 +124,7 @@ def test_norm_linear_is_all_its_parts(
     ops: CpuOps, dtype: torch.dtype, activation: Activation | None, rows: int, has_bias: bool
 ) -> None:
     bias = random(64, dtype=dtype)
-    handle = ops.make_linear([random(n, 48, dtype=dtype, seed=n) for n in (302, 64)], [None, bias])
+    handle = ops.make_linear([dense(random(n, 48, dtype=dtype, seed=n)) for n in (302, 64)], [None, bias])
     norm = Norm(random(48, dtype=dtype, seed=1), bias[:48] if has_bias else None, 1e-5)
     x, pending = random(rows, 48, dtype=dtype, seed=2), random(rows, 48, dtype=dtype, seed=3)
 
@@ -142,8 +143,8 @@ def test_norm_linear_is_all_its_parts(
 
 def test_what_an_operation_returned_is_read_like_any_tensor(ops: CpuOps, dtype: torch.dtype) -> None:
     """The result is read right whatever the number of rows, and whichever of two results of one width was the last."""
-    up = ops.make_linear([random(48, 48, dtype=dtype)], [None])
-    down = ops.make_linear([random(48, 48, dtype=dtype, seed=1)], [None])
+    up = ops.make_linear([dense(random(48, 48, dtype=dtype))], [None])
+    down = ops.make_linear([dense(random(48, 48, dtype=dtype, seed=1))], [None])
     norm = Norm(random(48, dtype=dtype, seed=2), None, 1e-5)
     for rows in (3, 20, 1, 3):
         x = random(rows, 48, dtype=dtype, seed=rows)
@@ -171,7 +172,7 @@ def test_bfloat16_of_every_size_is_summed_in_order(ops: CpuOps) -> None:
     x = (random(70, k) * scales[torch.arange(k) % 25]).bfloat16()
     weight = (random(k, 70, seed=1) * scales.flip(0)[torch.arange(k) % 25, None]).bfloat16()
     for w in (weight.T, weight.T.contiguous()):
-        handle = ops.make_linear([w], [None])
+        handle = ops.make_linear([dense(w)], [None])
         whole = ops.linear(x, handle, torch.float32)
         assert_near(whole, x.double() @ weight.double(), x.double().abs() @ weight.double().abs())
         for rows in range(1, 36):
@@ -186,7 +187,7 @@ def test_linear_reads_nothing_outside_its_rows(ops: CpuOps, dtype: torch.dtype) 
     for rows in (5, 21):
         padded = torch.full((rows + 2, k), math.nan, dtype=dtype)
         padded[1:-1] = random(rows, k, dtype=dtype)
-        handle = ops.make_linear([padded[1:-1]], [None])
+        handle = ops.make_linear([dense(padded[1:-1])], [None])
         for count in (1, 4, 16, 23, 40):
             y = ops.linear(x[:count], handle)
             assert_near(y, x[:count].double() @ padded[1:-1].double().T, 100.0)
@@ -462,7 +463,7 @@ def test_a_nan_in_sight_is_not_hidden(ops: CpuOps) -> None:
 
 
 def test_wrong_arguments_raise(ops: CpuOps) -> None:
-    handle = ops.make_linear([random(4, 8)], [None])
+    handle = ops.make_linear([dense(random(4, 8))], [None])
     with pytest.raises(ValueError, match=r"\[tokens, 8\]"):
         ops.linear(random(2, 9), handle)
     with pytest.raises(ValueError, match="contiguous"):

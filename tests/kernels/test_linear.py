@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from asyncengine.kernels.cuda.gpu import H200
-from asyncengine.kernels.cuda.linear.handle import CudaLinear
 from asyncengine.kernels.cuda.linear.plan import CUBLAS, INVARIANT, MAX_ROWS, Plan, Site, round_rows
 from asyncengine.kernels.cuda.linear.residual import Residual
 from asyncengine.kernels.cuda.linear.tables import PlanTable
@@ -24,6 +23,7 @@ from asyncengine.kernels.cuda.ops import CudaBatch, CudaOps, CudaOptions
 from asyncengine.kernels.cuda.sampling.sample import Ranks
 from asyncengine.kernels.cuda.step.tensors import allocate_step
 from asyncengine.kernels.ops import Activation, Norm
+from asyncengine.kernels.weight import dense
 from tests.kernels.poison import poison_new_memory, surrounded, taken
 from tests.kernels.twins import activated, assert_within, greatest_ranks
 
@@ -300,9 +300,9 @@ class Model:
         bias = self.random(self.inner, seed=3) if self.layer else None
         return Norm(self.random(self.inner, seed=2), bias, 1e-5)
 
-    def handle(self, ops: CudaOps) -> CudaLinear:
+    def handle(self, ops: CudaOps) -> Any:
         parts = (self.out_features // 4, self.out_features - self.out_features // 4)
-        weights = [self.random(n, self.inner, seed=4 + n) * self.inner**-0.5 for n in parts]
+        weights = [dense(self.random(n, self.inner, seed=4 + n) * self.inner**-0.5) for n in parts]
         return ops.make_linear(weights, [self.random(parts[0], seed=6) if self.bias else None, None])
 
     def norm_linear(self, ops: CudaOps, activation: Activation | None = None) -> Any:

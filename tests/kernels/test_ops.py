@@ -14,6 +14,7 @@ from asyncengine.kernels.cpu.base import BaseOps, Residual
 from asyncengine.kernels.cpu.ops import CpuOps
 from asyncengine.kernels.cpu.reference import ReferenceOps
 from asyncengine.kernels.ops import AttentionLayer, LayerKVCache, Norm
+from asyncengine.kernels.weight import dense
 from asyncengine.models.decoder import AttentionBlock, Decoder, DecoderLayer, MLPBlock
 
 DTYPES = [torch.float32, torch.bfloat16]
@@ -90,7 +91,7 @@ def test_scores_are_capped(ops: BaseOps, dtype: torch.dtype, window: int) -> Non
 
 def test_logits_are_capped(ops: BaseOps, dtype: torch.dtype) -> None:
     x, weight = random(5, HIDDEN, dtype=dtype, seed=1), random(VOCAB, HIDDEN, dtype=dtype, seed=2)
-    norm, head = Norm(random(HIDDEN, dtype=dtype, seed=3), None, 1e-6), ops.make_head(weight)
+    norm, head = Norm(random(HIDDEN, dtype=dtype, seed=3), None, 1e-6), ops.make_head(dense(weight))
     exact = rms(x, norm).to(dtype).double() @ weight.double().T
     assert exact.abs().max() > 6
     got = ops.logits(Residual(x.clone()), norm, head, prompt([0] * 5), 4.0)
@@ -104,7 +105,7 @@ def test_a_product_is_normed_before_it_is_added(ops: BaseOps, dtype: torch.dtype
     x, weight = random(6, HIDDEN, dtype=dtype, seed=2), random(HIDDEN, INNER, dtype=dtype, seed=3)
     after, norm = (Norm(random(HIDDEN, dtype=dtype, seed=s), None, 1e-6) for s in (4, 5))
     residual = Residual(x.clone())
-    ops.linear_add_(inner, ops.make_linear([weight], [None]), residual, after)
+    ops.linear_add_(inner, ops.make_linear([dense(weight)], [None]), residual, after)
     product = (inner.double() @ weight.double().T).to(dtype)
     total = x + rms(product, after).to(dtype)
     assert_near(ops.hidden(residual, norm, prompt([0] * 6)), rms(total, norm), dtype)
@@ -116,7 +117,7 @@ def test_embedded_rows_are_scaled_and_positions_are_not(ops: BaseOps, dtype: tor
     ids = [3, 56, 0, 3, 17]
     scale = float(torch.tensor(HIDDEN**0.5, dtype=dtype))
     for copy in (False, True):
-        embedding = ops.make_embedding(table.clone(), tied=True, copy=copy)
+        embedding = ops.make_embedding(dense(table.clone()), tied=True, copy=copy)
         scaled = table[ids] * torch.tensor(scale, dtype=dtype)
         assert torch.equal(ops.embed(prompt(ids), embedding, None, scale).x, scaled)
         assert torch.equal(ops.embed(prompt(ids), embedding, places, scale).x, scaled + places[:5])
@@ -130,7 +131,7 @@ def test_hidden_is_what_logits_multiplies(ops: BaseOps, dtype: torch.dtype) -> N
     batch = _core.StepBatch([0] * 7, list(range(7)), list(range(7)), [0, 7], [0], [[0]], [2, 6])
     got = ops.hidden(Residual(x.clone(), pending.clone()), norm, batch)
     assert_near(got, rms((x + pending)[[2, 6]], norm), dtype)
-    head = ops.make_head(torch.eye(HIDDEN, dtype=dtype))
+    head = ops.make_head(dense(torch.eye(HIDDEN, dtype=dtype)))
     assert torch.equal(ops.logits(Residual(x.clone(), pending.clone()), norm, head, batch), got.float())
 
 
@@ -149,7 +150,7 @@ def test_a_decoder_of_sandwich_norms(ops: BaseOps, dtype: torch.dtype) -> None:
         shapes = ((HEADS + 4) * DIM, HIDDEN), (HIDDEN, HEADS * DIM), (2 * INNER, HIDDEN), (HIDDEN, INNER)
         qkv, output, up, down = (weight(*shape, seed=30 + 10 * n + s) for s, shape in enumerate(shapes))
         attention = AttentionLayer(HEADS, None, None, 0.4, window, 1.5)
-        handles = [ops.make_linear([w], [None]) for w in (qkv, output, up, down)]
+        handles = [ops.make_linear([dense(w)], [None]) for w in (qkv, output, up, down)]
         layers.append(
             DecoderLayer(
                 AttentionBlock(norms[0], handles[0], attention, handles[1], norms[1]),
@@ -162,7 +163,7 @@ def test_a_decoder_of_sandwich_norms(ops: BaseOps, dtype: torch.dtype) -> None:
         exact += rms(inner @ down.double().T, norms[3])
     logits = capped(rms(exact, last) @ table.double().T, 2.0)
 
-    embedding = ops.make_embedding(table, tied=True)
+    embedding = ops.make_embedding(dense(table), tied=True)
     model = Decoder(ops, layers, embedding=embedding, norm=last, head=embedding, embedding_scale=5.5, logit_softcap=2.0)
     got = model.forward(prompt(ids), [empty_cache(len(ids), dtype) for _ in layers])
     assert (got.double() - logits).abs().max() < (1e-5 if dtype == torch.float32 else 0.1)

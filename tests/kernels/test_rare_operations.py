@@ -16,6 +16,7 @@ from asyncengine.kernels.cuda.ops import CudaBatch, CudaOps, CudaOptions
 from asyncengine.kernels.cuda.rows.activation import activate_rows, soft_cap_
 from asyncengine.kernels.cuda.step.tensors import allocate_step
 from asyncengine.kernels.ops import Norm
+from asyncengine.kernels.weight import dense
 from tests.kernels.poison import poison_new_memory
 
 
@@ -39,7 +40,7 @@ def test_a_scale_of_the_embedding(device: torch.device, positions: bool) -> None
     ops, step = CudaOps(device), allocate_step(1, 1, 1, 3, device)
     step.input_ids.copy_(torch.tensor([8, 0, 3]))
     step.positions.copy_(torch.tensor([4, 1, 0]))
-    handle = ops.make_embedding(table, tied=False)
+    handle = ops.make_embedding(dense(table), tied=False)
     got = ops.embed(CudaBatch(step), handle, by_position, scale=6.3).settle()
     expected = (table[[8, 0, 3]].float() * 6.3).bfloat16()
     if by_position is not None:
@@ -56,7 +57,7 @@ def test_a_norm_of_the_product_before_it_is_added(device: torch.device, before: 
     ops = CudaOps(device, CudaOptions(plans, gpu=replace(INTERPRETER, tma=before == "put off")))
     x, weight, residual = random(device, 5, 64), random(device, 32, 64, seed=1) * 0.2, random(device, 5, 32, seed=2)
     norm = Norm(random(device, 32, seed=3), None, 1e-5)
-    handle, state = ops.make_linear([weight], [None]), Residual(residual.clone())
+    handle, state = ops.make_linear([dense(weight)], [None]), Residual(residual.clone())
     ops.linear_add_(x, handle, state)
     assert state.state == before
     ops.linear_add_(x, handle, state, norm)
@@ -72,7 +73,7 @@ def test_a_cap_of_logits(device: torch.device, out_features: int) -> None:
     ops, step = CudaOps(device), allocate_step(1, 1, 2, 4, device)
     step.sample_index.copy_(torch.tensor([3, 1]))
     x, norm = random(device, 4, 64), Norm(random(device, 64, seed=1), None, 1e-5)
-    head = ops.make_head(random(device, out_features, 64, seed=2))
+    head = ops.make_head(dense(random(device, out_features, 64, seed=2)))
     plain = ops.logits(Residual(x), norm, head, CudaBatch(step))
     capped = ops.logits(Residual(x), norm, head, CudaBatch(step), softcap=5.0)
     assert isinstance(plain, torch.Tensor)
@@ -101,7 +102,7 @@ def test_a_gate_with_gelu(device: torch.device, known: bool) -> None:
     ops = CudaOps(device, CudaOptions(PlanTable({site: Plan("skinny", 16, 16, 2)} if known else {})))
     x, norm = random(device, 5, 64), Norm(random(device, 64, seed=1), None, 1e-5)
     gate, up = random(device, 32, 64, seed=2) * 0.2, random(device, 32, 64, seed=3) * 0.2
-    got = ops.norm_linear(Residual(x), norm, ops.make_linear([gate, up], [None, None]), "gelu_tanh_mul")
+    got = ops.norm_linear(Residual(x), norm, ops.make_linear([dense(gate), dense(up)], [None, None]), "gelu_tanh_mul")
     normed = F.rms_norm(x.float(), (64,), norm.weight.float(), 1e-5)
     assert_near(got, F.gelu(normed @ gate.float().T, approximate="tanh") * (normed @ up.float().T))
     assert ops.choices.missing == (set() if known else {site})

@@ -30,6 +30,8 @@ from asyncengine.kernels.cpu.reference import ReferenceOps
 from asyncengine.models.config import RawConfig
 from asyncengine.models.registry import find_family
 from asyncengine.models.weights.checkpoint import DummyWeights
+from asyncengine.models.weights.shard import WHOLE, Part
+from asyncengine.models.weights.source import WeightSource
 from asyncengine.runner.steps.model_runner import CpuModelRunner
 from tests.models import tiny
 
@@ -193,7 +195,7 @@ def test_weights_are_used_where_the_file_is_mapped(tmp_path):
     raw = RawConfig.load(tmp_path)
     model = find_family(raw)[1]
     recorder = Recorder(DummyWeights(torch.float32, 0.02, 0))
-    model.build(model.read_config(raw), recorder, ReferenceOps(), 16)
+    model.build(model.read_config(raw), WeightSource(recorder), ReferenceOps(), 16)
     save_file(recorder.tensors, tmp_path / "model.safetensors")
     del recorder
 
@@ -226,7 +228,7 @@ class Recorder:
         self.source = source
         self.tensors: dict[str, torch.Tensor] = {}
 
-    def get(self, name: str, *shape: int) -> torch.Tensor:
+    def get(self, name: str, *shape: int, part: Part = WHOLE) -> torch.Tensor:
         self.tensors[name] = self.source.get(name, *shape)
         return self.tensors[name]
 
@@ -269,7 +271,7 @@ def test_real_shapes(tmp_path, name):
     raw = RawConfig.load(tmp_path)
     family = find_family(raw)[1]
     counter = Counter()
-    family.build(family.read_config(raw), counter, ReferenceOps(), 16)
+    family.build(family.read_config(raw), WeightSource(counter), ReferenceOps(), 16)
     assert counter.total == parameters
 
 
@@ -277,7 +279,7 @@ class Counter:
     def __init__(self) -> None:
         self.total = 0
 
-    def get(self, name: str, *shape: int) -> torch.Tensor:
+    def get(self, name: str, *shape: int, part: Part = WHOLE) -> torch.Tensor:
         tensor = torch.empty(shape, device="meta")
         self.total += tensor.numel()
         return tensor

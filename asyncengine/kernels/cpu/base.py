@@ -13,6 +13,7 @@ from torch import Tensor
 from asyncengine._core import CpuLanes, Need, StepBatch
 from asyncengine.kernels.cpu import sdpa
 from asyncengine.kernels.ops import Activation, AttentionLayer, HandleT, LayerKVCache, Norm, Ops, split_heads
+from asyncengine.kernels.weight import PackedWeight
 
 PrefillAttention = Literal["native", "sdpa"]
 
@@ -47,13 +48,13 @@ class BaseOps(Ops[StepBatch, Residual, HandleT]):
         """Lanes through which rows that decode on the host pass queries and results."""
 
     @abstractmethod
-    def make_linear(self, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> HandleT:
+    def make_linear(self, weights: Sequence[PackedWeight], biases: Sequence[Tensor | None]) -> HandleT:
         """A handle for ``linear`` over weights [N_i, K] that share their input. It copies none of them."""
 
-    def make_head(self, weight: Tensor) -> HandleT:
+    def make_head(self, weight: PackedWeight) -> HandleT:
         return self.make_linear([weight], [None])
 
-    def make_embedding(self, table: Tensor, *, tied: bool, copy: bool = False) -> HandleT:
+    def make_embedding(self, table: PackedWeight, *, tied: bool, copy: bool = False) -> HandleT:
         return self.make_head(table)
 
     @abstractmethod

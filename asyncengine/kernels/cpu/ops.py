@@ -18,6 +18,7 @@ from asyncengine.kernels.cpu.base import BaseOps, PrefillAttention, Residual
 from asyncengine.kernels.cpu.memory import HugePages, Result, ResultPool
 from asyncengine.kernels.float8 import FLOAT8
 from asyncengine.kernels.ops import Activation, AttentionLayer, LayerKVCache, Norm, is_gated
+from asyncengine.kernels.weight import DENSE, PackedWeight, tensors_of
 
 _DTYPES = {torch.float32: Dtype.float32, torch.bfloat16: Dtype.bfloat16}
 # The function, and whether it is gated.
@@ -93,7 +94,7 @@ class CpuOps(BaseOps[CpuLinearHandle]):
     def num_threads(self) -> int:
         return self._native.num_threads
 
-    def make_linear(self, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> CpuLinearHandle:
+    def make_linear(self, weights: Sequence[PackedWeight], biases: Sequence[Tensor | None]) -> CpuLinearHandle:
         """A handle for weights [N_i, K] and biases [N_i].
 
         Contiguous weights are read where they lie. Weights that are all the transpose of a contiguous [K, N_i] are
@@ -101,10 +102,11 @@ class CpuOps(BaseOps[CpuLinearHandle]):
         """
         if len(biases) != len(weights):
             raise ValueError(f"{len(weights)} weights, but {len(biases)} biases")
-        return self._make_handle(weights, biases, panels=all(_is_transposed(w) for w in weights))
+        tensors = tensors_of(weights, "weight", DENSE)
+        return self._make_handle(tensors, biases, panels=all(_is_transposed(w) for w in tensors))
 
-    def make_embedding(self, table: Tensor, *, tied: bool, copy: bool = False) -> CpuLinearHandle:
-        return self._make_handle([table], [None], panels=tied and copy)
+    def make_embedding(self, table: PackedWeight, *, tied: bool, copy: bool = False) -> CpuLinearHandle:
+        return self._make_handle(tensors_of([table], "weight", DENSE), [None], panels=tied and copy)
 
     def _make_handle(
         self, weights: Sequence[Tensor], biases: Sequence[Tensor | None], *, panels: bool

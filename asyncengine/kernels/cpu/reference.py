@@ -12,22 +12,29 @@ from torch import Tensor
 from asyncengine._core import StepBatch
 from asyncengine.kernels.cpu.base import BaseOps, Residual
 from asyncengine.kernels.cpu.paging import gather_kv, visible
-from asyncengine.kernels.float8 import quantize
+from asyncengine.kernels.float8 import quantize, unpack_float8
 from asyncengine.kernels.float8_cache import quantize_heads
 from asyncengine.kernels.ops import Activation, Norm, is_gated
+from asyncengine.kernels.weight import DENSE, FLOAT8, PackedWeight, common_format, tensors_of
 
 
 @dataclass(frozen=True)
 class ReferenceLinear:
     weights: tuple[Tensor, ...]
     biases: tuple[Tensor | None, ...]
+    quantizes: bool = False
+    """Inputs are rounded to float8, as the weights were."""
 
 
 class ReferenceOps(BaseOps[ReferenceLinear]):
     """Implements ``asyncengine.kernels.ops.Ops``."""
 
-    def make_linear(self, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> ReferenceLinear:
-        return ReferenceLinear(tuple(weights), tuple(biases))
+    def make_linear(self, weights: Sequence[PackedWeight], biases: Sequence[Tensor | None]) -> ReferenceLinear:
+        """Weights in float8 become float32, the same numbers."""
+        if common_format(weights) != FLOAT8:
+            return ReferenceLinear(tuple(tensors_of(weights, "weight", DENSE)), tuple(biases))
+        matrices = tuple(matrix.dequantize() for matrix in unpack_float8(weights))
+        return ReferenceLinear(matrices, tuple(biases), quantizes=True)
 
     def embed(
         self,
@@ -43,12 +50,14 @@ class ReferenceOps(BaseOps[ReferenceLinear]):
         return Residual(x)
 
     def linear(self, x: Tensor, handle: ReferenceLinear, out_dtype: torch.dtype | None = None) -> Tensor:
-        dtype = out_dtype or x.dtype
+        wanted = dtype = out_dtype or x.dtype
+        if handle.quantizes:
+            x, dtype = quantize(x).dequantize(), torch.float32
         parts = [
             F.linear(x.to(dtype), w.to(dtype), None if b is None else b.to(dtype))
             for w, b in zip(handle.weights, handle.biases, strict=True)
         ]
-        return torch.cat(parts, dim=-1)
+        return torch.cat(parts, dim=-1).to(wanted)
 
     def norm(self, x: Tensor, norm: Norm, residual: Tensor | None = None) -> Tensor:
         if residual is not None:
@@ -122,26 +131,6 @@ class ReferenceOps(BaseOps[ReferenceLinear]):
             scores.masked_fill_(~visible(last - first, 0, end, window), float("-inf"))
             out[first:last] = torch.einsum("hqk,hkd->qhd", scores.softmax(-1), v)
         return out.flatten(1)
-
-
-@dataclass(frozen=True)
-class Float8Linear(ReferenceLinear):
-    """Weights that were quantised and are float32 again."""
-
-
-class Float8ReferenceOps(ReferenceOps):
-    """The twin of CudaOps with float8 weights: the same numbers quantised, a row or a channel at a time."""
-
-    def make_linear(self, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> ReferenceLinear:
-        return Float8Linear(tuple(quantize(w).dequantize() for w in weights), tuple(biases))
-
-    def make_head(self, weight: Tensor) -> ReferenceLinear:
-        return super().make_linear([weight], [None])
-
-    def linear(self, x: Tensor, handle: ReferenceLinear, out_dtype: torch.dtype | None = None) -> Tensor:
-        if not isinstance(handle, Float8Linear):
-            return super().linear(x, handle, out_dtype)
-        return super().linear(quantize(x).dequantize(), handle).to(out_dtype or x.dtype)
 
 
 def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

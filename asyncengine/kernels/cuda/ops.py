@@ -28,8 +28,9 @@ from asyncengine.kernels.cuda.rows.lookup import embed
 from asyncengine.kernels.cuda.rows.norms import norm_rows
 from asyncengine.kernels.cuda.sampling.sample import Ranks
 from asyncengine.kernels.cuda.step.tensors import DeviceStep
-from asyncengine.kernels.float8 import Quantization, Quantized
+from asyncengine.kernels.float8 import Quantized, unpack_float8
 from asyncengine.kernels.ops import Activation, AttentionLayer, LayerKVCache, Norm
+from asyncengine.kernels.weight import DENSE, FLOAT8, PackedWeight, common_format, tensors_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,8 +54,6 @@ class CudaOptions:
     """programmatic dependent launch (see kernels/cuda/launch/programmatic.py)"""
     batch_invariant: bool = False
     """every sum is in an order that does not depend on the number of rows"""
-    quantization: Quantization = "none"
-    """quantization of the weights given to ``make_linear``, which must be bfloat16; never of heads"""
     gpu: Gpu | None = None
     """The card that choices are made for; without one what ``describe`` says of the device, and no tma kernels."""
     l2_cache_hints: bool = True
@@ -76,24 +75,21 @@ class CudaOps:
         self.gpu = self.options.gpu or describe(device)
         self.choices = Choices(self.options.plans, self.gpu, batch_invariant=self.options.batch_invariant)
         """choices of plans for projections"""
-        self.saved_bytes = 0
-        """Bytes by which quantising has made the weights smaller."""
         self._projections = Projections(device, self.gpu, self.options.for_tma)
 
-    def make_linear(self, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> CudaLinear:
-        """Weights that share their input become one matrix, which copies them if there are several, or quantised."""
-        if self.options.quantization == "none":
-            return make_plain(weights, biases)
-        handle = make_quantized(weights, biases)
-        self.saved_bytes += sum(w.nbytes for w in weights) - handle.weight.nbytes
-        return handle
+    def make_linear(self, weights: Sequence[PackedWeight], biases: Sequence[Tensor | None]) -> CudaLinear:
+        """Weights that share their input become one matrix, which copies them if there are several."""
+        if common_format(weights) != FLOAT8:
+            return make_plain(tensors_of(weights, "weight", DENSE), biases)
+        return make_quantized(unpack_float8(weights), biases)
 
-    def make_head(self, weight: Tensor) -> CudaLinear:
-        return make_plain([weight], [None])
+    def make_head(self, weight: PackedWeight) -> CudaLinear:
+        return make_plain(tensors_of([weight], "weight", DENSE), [None])
 
-    def make_embedding(self, table: Tensor, *, tied: bool, copy: bool = False) -> CudaLinear:
+    def make_embedding(self, table: PackedWeight, *, tied: bool, copy: bool = False) -> CudaLinear:
         """A tied table is there once: if the head has to be padded, rows are looked up in what is padded."""
-        return self.make_head(table) if tied else CudaLinear(table, None, len(table))
+        [rows] = tensors_of([table], "weight", DENSE)
+        return self.make_head(table) if tied else CudaLinear(rows, None, len(rows))
 
     def embed(
         self, batch: CudaBatch, embedding: CudaLinear, position_table: Tensor | None = None, scale: float = 1.0

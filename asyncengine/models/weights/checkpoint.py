@@ -17,6 +17,7 @@ from torch import Tensor
 from asyncengine.errors import ConfigError, MissingWeightError, ModelError, UnsupportedModelError, WeightMismatchError
 from asyncengine.machine import total_memory
 from asyncengine.models.files import checked_size, excerpt
+from asyncengine.models.weights.shard import WHOLE, Part
 
 logger = logging.getLogger(__name__)
 
@@ -138,7 +139,7 @@ def _aligned(tensor: Tensor) -> Tensor:
 
 
 class Checkpoint:
-    """A WeightSource over safetensors files.
+    """A TensorSource over safetensors files.
 
     A tensor that has the wanted dtype already is used where the file is mapped, without a copy; others
     are converted one by one. ``mapped_bytes`` and ``owned_bytes`` say how much of each there is.
@@ -172,18 +173,20 @@ class Checkpoint:
         one, two = (self._tensor(self._require(key)).to(self._dtype) for key in (name, other))
         return torch.equal(one, two)
 
-    def get(self, name: str, *shape: int) -> Tensor:
-        in_file = self._read(name, shape)
+    def get(self, name: str, *shape: int, part: Part = WHOLE) -> Tensor:
+        in_file = part.of(self._read(name, shape))
         stored = _aligned(in_file)
-        if stored is in_file and stored.dtype == self._dtype and self._device == _CPU:
+        in_place = stored is in_file and stored.is_contiguous()
+        if in_place and stored.dtype == self._dtype and self._device == _CPU:
             # Reads the pages now: the bar tells the truth, and the first request does not wait for the disk.
             stored.flatten().view(torch.uint8)[::_PAGE].sum()
             self.mapped_bytes += stored.nbytes
             return stored
         return self._own(stored.to(self._device).to(self._dtype))
 
-    def get_transposed(self, name: str, *shape: int) -> Tensor:
-        stored = _aligned(self._read(name, shape[::-1])).to(self._device)
+    def get_transposed(self, name: str, *shape: int, part: Part = WHOLE) -> Tensor:
+        taken = part.of(self._read(name, shape[::-1]).T).T
+        stored = _aligned(taken).contiguous().to(self._device)
         self.owned_bytes += stored.numel() * self._dtype.itemsize
         return stored.to(self._dtype).T
 
@@ -273,7 +276,7 @@ class Checkpoint:
 
 
 class DummyWeights:
-    """A WeightSource of random numbers: matrices normal(0, std), biases 0, norms 1.
+    """A TensorSource of random numbers: matrices normal(0, std), biases 0, norms 1.
 
     Matrices are cut from one pool of random numbers at random places, which takes an eighth of the time of
     drawing every element. The pool's size is prime, so that the rows of a matrix differ.
@@ -297,7 +300,7 @@ class DummyWeights:
         """A tied head is the embedding."""
         return True
 
-    def get(self, name: str, *shape: int) -> Tensor:
+    def get(self, name: str, *shape: int, part: Part = WHOLE) -> Tensor:
         needed = self.owned_bytes + math.prod(shape) * self._pool.itemsize
         if self._room is not None and needed > self._room:
             raise ConfigError(f"the weights do not fit into memory: {needed:,} bytes of {self._room:,}, up to {name}")
@@ -308,12 +311,15 @@ class DummyWeights:
             tensor.fill_(1)
         else:
             self._fill(tensor.view(-1))
+        tensor = part.of(tensor).contiguous()
         self.num_parameters += math.prod(shape)
         self.owned_bytes += tensor.nbytes
         return tensor
 
-    def get_transposed(self, name: str, *shape: int) -> Tensor:
-        return self.get(name, *shape[::-1]).T
+    def get_transposed(self, name: str, *shape: int, part: Part = WHOLE) -> Tensor:
+        """A transposed view of numbers that are drawn for the transpose of ``shape``."""
+        axis = 1 - part.axis
+        return self.get(name, *shape[::-1], part=part._replace(axis=axis)).T
 
     def scales(self, name: str, count: int) -> Tensor | None:
         """Random weights have no scales."""

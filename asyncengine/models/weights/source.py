@@ -1,26 +1,58 @@
-"""Source of a model's weights: the model asks for each by name and shape."""
+"""Source of a model's weights: the model asks for each by name and shape, whatever its format."""
 
 from __future__ import annotations
 
-from typing import Protocol
-
+import torch
 from torch import Tensor
 
+from asyncengine.kernels.weight import PackedWeight
+from asyncengine.models.weights.formats import Dense, TensorSource, WeightFormat
+from asyncengine.models.weights.shard import Cut, Shard
 
-class WeightSource(Protocol):
-    """A checkpoint, or something that stands in for one."""
 
-    def __contains__(self, name: str) -> bool:
-        """Return whether there is a tensor of that name."""
+class WeightSource:
+    """The tensors of a checkpoint, in their format, and the parts of them that a rank takes.
 
-    def equal(self, name: str, other: str) -> bool:
-        """Return whether two tensors that are there have the same elements."""
+    Shapes are those of whole tensors. A tensor that is missing raises MissingWeightError, one of another shape
+    WeightMismatchError, and one that cannot be cut for the ranks UnsupportedModelError.
+    """
 
-    def get(self, name: str, *shape: int) -> Tensor:
-        """The tensor in the model's dtype, contiguous.
+    def __init__(self, tensors: TensorSource, form: WeightFormat | None = None, shard: Shard | None = None) -> None:
+        self._tensors = tensors
+        self._format = form or Dense()
+        self._shard = shard or Shard()
 
-        Raises MissingWeightError if there is none, WeightMismatchError if its shape is another.
+    def weight(
+        self,
+        module: str,
+        out_features: int,
+        in_features: int,
+        *,
+        cut: Cut = "whole",
+        blocks: int = 1,
+        transposed: bool = False,
+    ) -> PackedWeight:
+        """The weight of a projection.
+
+        ``blocks`` matrices of one size may lie one below another, of which a rank takes rows by themselves.
+        ``transposed``: a dense checkpoint holds it as [in_features, out_features].
         """
+        part, shape = self._shard.part(cut, blocks), (out_features, in_features)
+        return self._format.weight(self._tensors, module, shape, part, transposed=transposed)
 
-    def get_transposed(self, name: str, *shape: int) -> Tensor:
-        """A matrix that the checkpoint holds as the transpose of ``shape``: a transposed view, to be copied once."""
+    def bias(self, module: str, out_features: int, *, cut: Cut = "whole", blocks: int = 1) -> Tensor:
+        """The bias of a projection whose weight is cut in this way.
+
+        Products of columns are added up over the ranks: the first rank has the bias, the others have zeros.
+        """
+        part = self._shard.part("whole" if cut == "columns" else cut, blocks)
+        bias = self._tensors.get(f"{module}.bias", out_features, part=part)
+        return torch.zeros_like(bias) if cut == "columns" and self._shard.rank else bias
+
+    def table(self, module: str, rows: int, width: int) -> PackedWeight:
+        """The matrix of an embedding or of a head, of which each rank has the whole."""
+        return self._format.table(self._tensors, module, (rows, width), self._shard.part("whole"))
+
+    def tensor(self, name: str, *shape: int) -> Tensor:
+        """A tensor that is no matrix of a product, as a norm's, in the model's dtype. Each rank has the whole."""
+        return self._tensors.get(name, *shape)

@@ -29,7 +29,7 @@ from asyncengine.kernels.cuda.linear.tables import PlanTable
 from asyncengine.kernels.cuda.ops import CudaBatch, CudaOps, CudaOptions
 from asyncengine.kernels.cuda.sampling.sample import sample
 from asyncengine.kernels.cuda.step.tensors import DeviceStep, allocate_step
-from asyncengine.kernels.float8 import quantize_weights
+from asyncengine.kernels.float8 import quantize
 from asyncengine.kernels.ops import Norm
 
 logger = logging.getLogger(__name__)
@@ -127,7 +127,7 @@ class _Case:
         for _ in range(calls):
             weight = random(site.weight_rows, site.inner).mul_(site.inner**-0.5)
             bias = random(site.weight_rows) if site.bias else None
-            stored = quantize_weights([weight]) if site.weight == "fp8" else weight
+            stored = quantize(weight) if site.weight == "fp8" else weight
             handles.append(CudaLinear(stored, bias, site.weight_rows))
         width = site.columns if site.add else site.inner
         norm = Norm(random(width), random(width) if site.norm == "layer" else None, 1e-5)

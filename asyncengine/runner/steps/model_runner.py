@@ -26,7 +26,9 @@ from asyncengine.models.config import ModelConfig, RawConfig
 from asyncengine.models.files import read_optional_json
 from asyncengine.models.registry import CausalLM, find_family, settle_head
 from asyncengine.models.weights.checkpoint import Checkpoint, DummyWeights, choose_dtype
+from asyncengine.models.weights.formats import choose_format
 from asyncengine.models.weights.hub import resolve_model
+from asyncengine.models.weights.source import WeightSource
 from asyncengine.runner.loop_config import choose_num_host_blocks, decodes_on_host
 from asyncengine.runner.state import kv_scales
 from asyncengine.runner.state import memory as kv_cache
@@ -129,16 +131,17 @@ def load_model(config: EngineConfig, ops: Ops[Any, Any, Any], *, progress: bool 
             raise ConfigError(f"quantization={config.quantization} is not implemented for {architecture}")
         if dtype != torch.bfloat16:
             raise ConfigError(f"quantization={config.quantization} needs dtype=bfloat16, and not {dtype}")
-    weights = (
+    tensors = (
         DummyWeights(dtype, model_config.initializer_range, config.seed, device=ops.device)
         if dummy
         else Checkpoint(path, dtype, device=ops.device, progress=progress)
     )
-    with contextlib.closing(weights):
-        model_config = settle_head(model_config, weights)
+    with contextlib.closing(tensors):
+        model_config = settle_head(model_config, tensors)
+        weights = WeightSource(tensors, choose_format(config.quantization))
         model = family.build(model_config, weights, ops, max_model_len)
-        scales = kv_scales.stored(weights, model_config) if config.kv_cache_dtype == "fp8" else None
-        weights.finish()
+        scales = kv_scales.stored(tensors, model_config) if config.kv_cache_dtype == "fp8" else None
+        tensors.finish()
     return LoadedModel(
         path,
         architecture,
@@ -147,9 +150,9 @@ def load_model(config: EngineConfig, ops: Ops[Any, Any, Any], *, progress: bool 
         torch.cuda.get_device_name(ops.device) if ops.device.type == "cuda" else ops.device.type,
         max_model_len,
         model,
-        weights.num_parameters,
-        weights.mapped_bytes,
-        weights.owned_bytes,
+        tensors.num_parameters,
+        tensors.mapped_bytes,
+        tensors.owned_bytes,
         eos_token_ids,
         None if scales is None else with_inverses(scales).to(ops.device),
     )

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from asyncengine.kernels.cuda.linear.plan import Fused, Site, WeightKind, norm_kind
-from asyncengine.kernels.float8 import Quantized, quantize_weights
+from asyncengine.kernels.float8 import Quantized, join
 from asyncengine.kernels.ops import Norm
 
 
@@ -60,18 +60,19 @@ def make_plain(weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> Cu
     weight = weights[0]
     if len(weights) > 1 or padding:
         weight = torch.cat((*weights, weight.new_zeros(padding, weight.shape[1])))
-    return CudaLinear(weight.contiguous(), _join_biases(weights, biases, padding), out_features)
+    return CudaLinear(weight.contiguous(), _join_biases([len(w) for w in weights], biases, padding), out_features)
 
 
-def make_quantized(weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> CudaLinear:
+def make_quantized(weights: Sequence[Quantized], biases: Sequence[Tensor | None]) -> CudaLinear:
     """One matrix in float8, with a scale for each row."""
-    quantized = quantize_weights(weights)
-    return CudaLinear(quantized, _join_biases(weights, biases), len(quantized))
+    quantized = join(weights)
+    return CudaLinear(quantized, _join_biases([len(w) for w in weights], biases), len(quantized))
 
 
-def _join_biases(weights: Sequence[Tensor], biases: Sequence[Tensor | None], padding: int = 0) -> Tensor | None:
-    """Join the biases, with zeros for the missing ones; None if all are missing."""
-    if all(bias is None for bias in biases):
+def _join_biases(rows: Sequence[int], biases: Sequence[Tensor | None], padding: int = 0) -> Tensor | None:
+    """Join the biases of weights of so many rows, with zeros for the missing ones; None if all are missing."""
+    some = next((bias for bias in biases if bias is not None), None)
+    if some is None:
         return None
-    filled = [w.new_zeros(len(w)) if b is None else b for w, b in zip(weights, biases, strict=True)]
-    return torch.cat((*filled, weights[0].new_zeros(padding)))
+    filled = [some.new_zeros(n) if b is None else b for n, b in zip(rows, biases, strict=True)]
+    return torch.cat((*filled, some.new_zeros(padding)))

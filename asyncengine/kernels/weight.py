@@ -1,0 +1,52 @@
+"""PackedWeight: the matrix of a projection, a head or an embedding, in the form in which it is stored.
+
+The source of a model's weights makes packed weights, a model hands them on, and a kernel package makes a handle of
+them. A model never looks inside. The names of the formats and of their tensors are agreed on here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+DENSE = "dense"
+"""One tensor, "weight" [N, K] in the model's dtype. It may be the transposed view of a contiguous tensor."""
+FLOAT8 = "float8"
+"""Two tensors: "values" float8 [N, K], and "scale" float32 [N] by which the rows of values are multiplied."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PackedWeight:
+    """A matrix [out_features, in_features] in a format."""
+
+    format: str
+    tensors: Mapping[str, Tensor]
+    """The format's tensors by name."""
+    out_features: int
+    in_features: int
+
+    @property
+    def nbytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self.tensors.values())
+
+
+def dense(weight: Tensor) -> PackedWeight:
+    """Pack a weight [N, K] that stays as it is."""
+    return PackedWeight(DENSE, {"weight": weight}, *weight.shape)
+
+
+def common_format(weights: Sequence[PackedWeight]) -> str:
+    """Return the format of weights that lie side by side. Raises ValueError if they have several."""
+    formats = {weight.format for weight in weights}
+    if len(formats) != 1:
+        raise ValueError(f"weights side by side must have one format, got {', '.join(sorted(formats)) or 'none'}")
+    return formats.pop()
+
+
+def tensors_of(weights: Sequence[PackedWeight], name: str, *formats: str) -> list[Tensor]:
+    """Return the tensor of that name of each weight. Raises ValueError for a weight in another than these formats."""
+    if (found := common_format(weights)) not in formats:
+        raise ValueError(f"weights in the format {found!r} are not implemented here, but {', '.join(formats)}")
+    return [weight.tensors[name] for weight in weights]

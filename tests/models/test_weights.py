@@ -1,0 +1,151 @@
+"""Weights as a model asks for them: their formats, and the parts that ranks take."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from asyncengine.errors import UnsupportedModelError
+from asyncengine.kernels.cpu.ops import CpuOps
+from asyncengine.kernels.cpu.reference import ReferenceOps
+from asyncengine.kernels.float8 import pack_float8, quantize
+from asyncengine.kernels.weight import DENSE, FLOAT8, PackedWeight, common_format, dense
+from asyncengine.models.config import RawConfig
+from asyncengine.models.registry import find_family
+from asyncengine.models.weights.checkpoint import Checkpoint, DummyWeights
+from asyncengine.models.weights.formats import Dense, Float8AtLoad, choose_format
+from asyncengine.models.weights.shard import WHOLE, Part, Shard
+from asyncengine.models.weights.source import WeightSource
+from tests.models import tiny
+
+
+@pytest.fixture(scope="module", params=["llama", "gpt2"])
+def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp(request.param)
+    tiny.build_model(request.param).save_pretrained(path)
+    return path
+
+
+class Asked(ReferenceOps):
+    """Keeps what a model hands to ``make_linear``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights: list[Tensor] = []
+        self.biases: list[Tensor | None] = []
+
+    def make_linear(self, weights, biases):
+        self.weights += [weight.tensors["weight"] for weight in weights]
+        self.biases += biases
+        return super().make_linear(weights, biases)
+
+
+def asked(path: Path, dtype: torch.dtype, shard: Shard) -> Asked:
+    ops, raw = Asked(), RawConfig.load(path)
+    family = find_family(raw)[1]
+    config = family.read_config(raw)
+    tensors = Checkpoint(path, dtype)
+    family.build(config, WeightSource(tensors, Dense(), shard), ops, 16)
+    return ops
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_parts_of_two_ranks_are_the_whole_model(checkpoint: Path, dtype: torch.dtype) -> None:
+    whole = asked(checkpoint, dtype, Shard())
+    parts = [asked(checkpoint, dtype, Shard(rank, 2)) for rank in range(2)]
+    seen = set()
+    for weight, bias, *own in zip(
+        whole.weights, whole.biases, *(p.weights for p in parts), *(p.biases for p in parts), strict=True
+    ):
+        weights, biases = own[:2], own[2:]
+        assert weights[0].is_contiguous() == weight.is_contiguous()
+        if weights[0].shape == weight.shape:
+            seen.add("whole")
+            assert all(torch.equal(part, weight) for part in weights)
+        elif weights[0].shape[0] == weight.shape[0]:
+            seen.add("columns")
+            assert torch.equal(torch.cat(weights, 1), weight)
+            assert bias is None or torch.equal(biases[0] + biases[1], bias)
+        else:
+            seen.add("rows")
+            blocks = 3 if weight.shape[0] == 3 * weight.shape[1] else 1  # queries, keys and values of GPT-2
+            assert torch.equal(together(weights, blocks), weight)
+            assert bias is None or torch.equal(together(biases, blocks), bias)
+    assert seen == {"whole", "columns", "rows"}
+
+
+def together(parts: list[Tensor], blocks: int) -> Tensor:
+    """Each block is the ranks' rows of it, in the order of the ranks."""
+    return torch.cat([block for pair in zip(*(p.chunk(blocks) for p in parts), strict=True) for block in pair])
+
+
+def test_whole_tensors_and_rows_are_read_where_they_lie_in_the_file(checkpoint: Path) -> None:
+    tensors = Checkpoint(checkpoint, torch.float32)
+    every = load_file(checkpoint / "model.safetensors")
+    stored = {name: tensor for name, tensor in every.items() if tensor.dim() == 2 and len(tensor) % 2 == 0}
+    for part in (WHOLE, Part(0, 1, 2)):
+        taken = [tensors.get(name, *tensor.shape, part=part) for name, tensor in stored.items()]
+        assert tensors.mapped_bytes == sum(tensor.nbytes for tensor in taken)
+        assert tensors.owned_bytes == 0
+        tensors.mapped_bytes = 0
+    columns = [tensors.get(name, *tensor.shape, part=Part(1, 1, 2)) for name, tensor in stored.items()]
+    assert tensors.owned_bytes == sum(tensor.nbytes for tensor in columns)
+
+
+def test_dummy_weights_have_parts_too() -> None:
+    whole = DummyWeights(torch.float32, 1, 0).get_transposed("x.weight", 6, 4)
+    for axis in (0, 1):
+        parts = [
+            DummyWeights(torch.float32, 1, 0).get_transposed("x.weight", 6, 4, part=Part(axis, rank, 2))
+            for rank in range(2)
+        ]
+        assert torch.equal(torch.cat(parts, axis), whole)
+
+
+def test_what_cannot_be_cut_raises() -> None:
+    assert WHOLE.of(torch.ones(3)).shape == (3,)
+    with pytest.raises(UnsupportedModelError, match=r"\[6, 4\] cannot be cut for 4 ranks along its axis 0"):
+        Shard(0, 4).part("rows").of(torch.ones(6, 4))
+    with pytest.raises(UnsupportedModelError, match="2 ranks"):
+        Shard(0, 2).part("rows", blocks=3).of(torch.ones(9))
+
+
+def test_float8_is_made_of_projections_and_of_nothing_else(checkpoint: Path) -> None:
+    stored = load_file(checkpoint / "model.safetensors")
+    llama = "model.embed_tokens.weight" in stored
+    embedding = "model.embed_tokens" if llama else "transformer.wte"
+    projection = "model.layers.0.mlp.up_proj" if llama else "transformer.h.0.mlp.c_fc"
+    tensors = Checkpoint(checkpoint, torch.bfloat16)
+    source = WeightSource(tensors, choose_format("fp8"))
+    table = source.table(embedding, *stored[f"{embedding}.weight"].shape)
+    assert table.format == DENSE
+    before = tensors.owned_bytes
+    assert before == table.nbytes
+    matrix = stored[f"{projection}.weight"].bfloat16()
+    matrix = matrix if llama else matrix.T
+    weight = source.weight(projection, *matrix.shape, transposed=not llama)
+    twin = quantize(matrix)
+    assert (weight.format, weight.out_features, weight.in_features) == (FLOAT8, *matrix.shape)
+    assert torch.equal(weight.tensors["values"].float(), twin.values.float())
+    assert torch.equal(weight.tensors["scale"], twin.scale)
+    assert tensors.owned_bytes - before == weight.nbytes
+    assert isinstance(choose_format("none"), Dense)
+    assert not isinstance(choose_format("none"), Float8AtLoad)
+
+
+def test_formats_that_a_package_lacks_raise() -> None:
+    plain = dense(torch.ones(4, 8))
+    packed = PackedWeight("ternary", {"weight": torch.ones(4, 8)}, 4, 8)
+    cpu = CpuOps(1)
+    with pytest.raises(ValueError, match="'ternary' are not implemented here, but dense"):
+        cpu.make_linear([packed], [None])
+    with pytest.raises(ValueError, match="'float8' are not implemented here, but dense"):
+        cpu.make_head(pack_float8(torch.ones(4, 8)))
+    with pytest.raises(ValueError, match="one format, got dense, ternary"):
+        cpu.make_linear([plain, packed], [None, None])
+    with pytest.raises(ValueError, match="got none"):
+        common_format([])
