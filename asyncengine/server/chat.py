@@ -61,8 +61,8 @@ class AssistantMessage(msgspec.Struct, kw_only=True):
     annotations: None = None
     audio: None = None
     function_call: dict[str, str] | None = None
-    reasoning_content: str | UnsetType = UNSET
-    reasoning: str | UnsetType = UNSET
+    reasoning_content: str | None = None
+    reasoning: str | None = None
     """The same text, under vLLM's and OpenRouter's name."""
     tool_calls: list[dict[str, Any]] | UnsetType = UNSET
 
@@ -208,7 +208,7 @@ def _is_forced(job: Job) -> bool:
 
 
 def _message(job: Job, parsed: ParsedOutput) -> AssistantMessage:
-    reasoning = (parsed.reasoning if _tells_reasoning(job) else "") or UNSET
+    reasoning = (parsed.reasoning if _tells_reasoning(job) else "") or None
     content, calls = _echo(job) + parsed.content, parsed.tool_calls
     message = AssistantMessage(
         content=None if not content and (calls or _is_forced(job)) else content,

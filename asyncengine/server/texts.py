@@ -6,7 +6,6 @@ import asyncio
 from typing import Annotated
 
 import msgspec
-from msgspec import UNSET, UnsetType
 
 from asyncengine.api.request import Prompt
 from asyncengine.errors import ConfigError
@@ -50,7 +49,7 @@ class Tokens(msgspec.Struct, kw_only=True):
     tokens: list[int]
     count: int
     max_model_len: int
-    token_strs: list[str] | UnsetType = UNSET
+    token_strs: list[str] | None = None
 
 
 class Tokenize(Call[TokenizeBody]):

@@ -310,7 +310,7 @@ def test_tokenize_and_detokenize(http: Client) -> None:
     assert answer["count"] == len(answer["tokens"]) == len(answer["token_strs"])
     assert answer["max_model_len"] == CONTEXT
     bare = post(http, "/tokenize", prompt=PROMPT, add_special_tokens=False)
-    assert bare.keys() == {"tokens", "count", "max_model_len"}
+    assert bare["token_strs"] is None
     assert post(http, "/tokenize", content=PROMPT) == bare  # llama.cpp's form
     assert post(http, "/tokenize", content=PROMPT, add_special=True)["tokens"] == answer["tokens"]
     assert post(http, "/detokenize", tokens=bare["tokens"]) == {"prompt": PROMPT}

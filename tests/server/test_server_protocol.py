@@ -58,7 +58,7 @@ async def test_chat_shape() -> None:
         reply = (await site.post(CHAT, messages=USER)).json
     assert reply["object"] == "chat.completion"
     assert reply["id"].startswith("chatcmpl-")
-    nothing = dict.fromkeys(("refusal", "annotations", "audio", "function_call"))
+    nothing = dict.fromkeys(("refusal", "annotations", "audio", "function_call", "reasoning_content", "reasoning"))
     message = {"role": "assistant", "content": "abc", **nothing}
     assert [reply[name] for name in ("prompt_logprobs", "service_tier", "kv_transfer_params")] == [None] * 3
     assert reply["choices"] == [{"index": 0, "message": message, "finish_reason": "stop", **NULLS}]
