@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple, Protocol, TypeAlias, TypeVar
 
 from torch import Tensor, device
@@ -84,6 +84,10 @@ def split_heads(heads: Tensor, num_heads: int) -> tuple[Tensor, Tensor, Tensor]:
     return heads[:, :num_heads], heads[:, num_heads:last], heads[:, last:]
 
 
+Reduction: TypeAlias = Callable[[Tensor], None]
+"""Adds up a product [T, N] over the ranks that hold a model together, in place."""
+
+
 class Batch:
     """A step. This and the next two are what a model sees of a package's own types: it only hands them on."""
 
@@ -112,6 +116,9 @@ class Ops(Protocol[BatchT, ResidualT, HandleT]):
     device: device
     transposed_keys: bool
     """Keys are [num_blocks, Hk, D, block_size] instead of, like the values, [num_blocks, Hk, block_size, D]."""
+
+    reduction: Reduction | None
+    """Called by ``linear_add_`` for its product, before norm and addition; None for one rank."""
 
     def make_linear(self, weights: Sequence[PackedWeight], biases: Sequence[Tensor | None]) -> HandleT:
         """A handle for weights [N_i, K] that share their input, and whose results lie side by side: N = sum of N_i.

@@ -13,6 +13,7 @@ from asyncengine.errors import ConfigError
 from asyncengine.kernels.cuda.attention.choose import describe as describe_attention
 from asyncengine.kernels.cuda.gpu import H200, KNOWN, Gpu
 from asyncengine.kernels.cuda.linear.choose import Choice
+from asyncengine.kernels.cuda.linear.formats.base import as_tensor
 from asyncengine.kernels.cuda.linear.handle import CudaLinear
 from asyncengine.kernels.cuda.linear.plan import Fused, Plan, Site, fused_activation
 from asyncengine.kernels.cuda.linear.residual import Residual
@@ -130,8 +131,8 @@ class _PlanOps(CudaOps):
     def embed(
         self, batch: CudaBatch, embedding: CudaLinear, position_table: Tensor | None = None, scale: float = 1.0
     ) -> Residual:
-        assert isinstance(embedding.weight, Tensor)
-        return Residual(embedding.weight.new_empty(len(batch.step.input_ids), embedding.weight.shape[1]))
+        table = as_tensor(embedding.weight)
+        return Residual(table.new_empty(len(batch.step.input_ids), table.shape[1]))
 
     def norm_linear(
         self, residual: Residual, norm: Norm, handle: CudaLinear, activation: Activation | None = None

@@ -28,7 +28,8 @@ from asyncengine.config import EngineConfig
 from asyncengine.kernels.cuda.gpu import H200, INTERPRETER
 from asyncengine.kernels.cuda.launch import compile_processes, compiling
 from asyncengine.kernels.cuda.launch.compiling import Kernel, compile_launches, kernel
-from asyncengine.kernels.cuda.linear import project
+from asyncengine.kernels.cuda.linear.formats.dense import Dense
+from asyncengine.kernels.cuda.linear.formats.float8 import Float8
 from asyncengine.kernels.cuda.linear.plan import CUBLAS, MAX_ROWS, Plan, Site
 from asyncengine.kernels.cuda.linear.tables import PlanTable
 from asyncengine.kernels.cuda.linear.tma import tma_linear
@@ -322,7 +323,10 @@ def launch_what_was_compiled(directory: Path, **config: Any) -> list[Bucket]:
         launches.add((kernel, *kinds, *constants.items()))
 
     compiling.Kernel.run = launch  # type: ignore[method-assign,assignment]
-    project.product = lambda x, weight, bias, dtype: torch.empty(len(x), len(weight), dtype=dtype)  # cuBLAS's
+    for form in (Dense, Float8):  # cuBLAS's and the scaled product
+        form.product = lambda self, x, weight, bias, dtype: (  # type: ignore[method-assign]
+            torch.empty(len(x), len(weight), dtype=dtype)
+        )
     torch.addmm = lambda to, x, weight, out: out  # type: ignore[assignment]
     start.prepare()
     compiled = launches.copy()

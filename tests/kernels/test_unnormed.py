@@ -155,7 +155,7 @@ def test_who_cannot_write_for_a_reader(device: torch.device) -> None:
     skinny, norm = Plan("skinny", 16, 16, 2), Norm(out[0], None, 1e-5)
     for change in ({"plan": PLANS["tiled"]}, {"add": False}, {"norm": norm}):
         arguments = {"plan": skinny, "add": True} | change
-        with pytest.raises(ValueError, match="does not fit what is fused"):
+        with pytest.raises(ValueError, match="does not fit the operations fused with it"):
             linear(x, weight, arguments.pop("plan"), out=out, reader=norm, **arguments)
     for other in (norm._replace(weight=out[0, :32]), norm):
         wide = out if other is not norm else out.float()

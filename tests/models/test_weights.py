@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -10,16 +12,21 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from asyncengine.errors import UnsupportedModelError
+from asyncengine.kernels.cpu.base import Residual as HostResidual
 from asyncengine.kernels.cpu.ops import CpuOps
 from asyncengine.kernels.cpu.reference import ReferenceOps
+from asyncengine.kernels.cuda.linear.residual import Residual as DeviceResidual
+from asyncengine.kernels.cuda.ops import CudaOps
 from asyncengine.kernels.float8 import pack_float8, quantize
 from asyncengine.kernels.weight import DENSE, FLOAT8, PackedWeight, common_format, dense
 from asyncengine.models.config import RawConfig
+from asyncengine.models.llama import LayerWeights, mlp_block
 from asyncengine.models.registry import find_family
 from asyncengine.models.weights.checkpoint import Checkpoint, DummyWeights
 from asyncengine.models.weights.formats import Dense, Float8AtLoad, choose_format
 from asyncengine.models.weights.shard import WHOLE, Part, Shard
 from asyncengine.models.weights.source import WeightSource
+from tests.kernels.interpreter import repair_interpreter
 from tests.models import tiny
 
 
@@ -94,6 +101,38 @@ def test_whole_tensors_and_rows_are_read_where_they_lie_in_the_file(checkpoint: 
         tensors.mapped_bytes = 0
     columns = [tensors.get(name, *tensor.shape, part=Part(1, 1, 2)) for name, tensor in stored.items()]
     assert tensors.owned_bytes == sum(tensor.nbytes for tensor in columns)
+
+
+PACKAGES: list[tuple[Any, Any]] = [
+    (partial(CpuOps, 1), HostResidual),
+    (ReferenceOps, HostResidual),
+    (partial(CudaOps, torch.device("cpu")), DeviceResidual),
+]
+
+
+@pytest.mark.parametrize(("make_ops", "residual_type"), PACKAGES, ids=["cpu", "reference", "cuda"])
+def test_products_of_two_ranks_add_up_to_one_residual(
+    make_ops: Any, residual_type: Any, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    repair_interpreter()
+    path = tmp_path_factory.mktemp("ranks")
+    tiny.build_model("llama").save_pretrained(path)
+    raw = RawConfig.load(path)
+    config = find_family(raw)[1].read_config(raw)
+    x = torch.randn(3, config.hidden_size, generator=torch.Generator().manual_seed(0))
+
+    def run(shard: Shard, reduction: Any) -> Tensor:
+        ops, residual = make_ops(), residual_type(x.clone())
+        ops.reduction = reduction
+        source = WeightSource(Checkpoint(path, torch.float32), Dense(), shard)
+        mlp_block(LayerWeights(config, 0, source, ops)).forward(ops, residual)
+        return residual.settle() if hasattr(residual, "settle") else residual.x + residual.pending
+
+    products: list[Tensor] = []
+    run(Shard(1, 2), lambda product: products.append(product.clone()))
+    got = run(Shard(0, 2), lambda product: product.add_(products[0]))
+    torch.testing.assert_close(got, run(Shard(), None), rtol=1e-5, atol=1e-5)
+    assert float((got - x).abs().max()) > 1e-3
 
 
 def test_dummy_weights_have_parts_too() -> None:

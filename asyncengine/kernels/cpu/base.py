@@ -12,7 +12,7 @@ from torch import Tensor
 
 from asyncengine._core import CpuLanes, Need, StepBatch
 from asyncengine.kernels.cpu import sdpa
-from asyncengine.kernels.ops import Activation, AttentionLayer, HandleT, LayerKVCache, Norm, Ops, split_heads
+from asyncengine.kernels.ops import Activation, AttentionLayer, HandleT, LayerKVCache, Norm, Ops, Reduction, split_heads
 from asyncengine.kernels.weight import PackedWeight
 
 PrefillAttention = Literal["native", "sdpa"]
@@ -44,6 +44,7 @@ class BaseOps(Ops[StepBatch, Residual, HandleT]):
     def __init__(self, prefill_attention: PrefillAttention = "native") -> None:
         """``prefill_attention`` is as in EngineConfig: which kernel attends for rows of several tokens."""
         self._by_sdpa = prefill_attention == "sdpa"
+        self.reduction: Reduction | None = None
         self.lanes: CpuLanes | None = None
         """Lanes through which rows that decode on the host pass queries and results."""
 
@@ -113,6 +114,8 @@ class BaseOps(Ops[StepBatch, Residual, HandleT]):
     def linear_add_(self, x: Tensor, handle: HandleT, residual: Residual, norm: Norm | None = None) -> None:
         assert residual.pending is None
         y = self.linear(x, handle)
+        if self.reduction is not None:
+            self.reduction(y)
         residual.pending = y if norm is None else self.norm(y, norm)
 
     def attention(self, heads: Tensor, layer: AttentionLayer, cache: LayerKVCache, batch: StepBatch) -> Tensor:

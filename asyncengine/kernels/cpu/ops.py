@@ -249,6 +249,8 @@ class CpuOps(BaseOps[CpuLinearHandle]):
         if result.rows != rows:
             result.resize(rows)
         self._native.linear(handle.native, address, stride, rows, result.address, False)
+        if self.reduction is not None:
+            self.reduction(result.tensor)
         if norm is not None:
             self._norm_rows(result.tensor, norm, None, result.tensor)
         self._added = result

@@ -17,7 +17,8 @@ from asyncengine.kernels.cuda.attention.run import BucketAttention
 from asyncengine.kernels.cuda.gpu import Gpu, describe
 from asyncengine.kernels.cuda.launch.programmatic import TmaOptions
 from asyncengine.kernels.cuda.linear.choose import Choices
-from asyncengine.kernels.cuda.linear.handle import CudaLinear, make_plain, make_quantized
+from asyncengine.kernels.cuda.linear.formats.base import Matrix, as_tensor
+from asyncengine.kernels.cuda.linear.handle import CudaLinear, pack
 from asyncengine.kernels.cuda.linear.plan import fused_activation
 from asyncengine.kernels.cuda.linear.project import Projections
 from asyncengine.kernels.cuda.linear.residual import Residual
@@ -28,9 +29,8 @@ from asyncengine.kernels.cuda.rows.lookup import embed
 from asyncengine.kernels.cuda.rows.norms import norm_rows
 from asyncengine.kernels.cuda.sampling.sample import Ranks
 from asyncengine.kernels.cuda.step.tensors import DeviceStep
-from asyncengine.kernels.float8 import Quantized, unpack_float8
-from asyncengine.kernels.ops import Activation, AttentionLayer, LayerKVCache, Norm
-from asyncengine.kernels.weight import DENSE, FLOAT8, PackedWeight, common_format, tensors_of
+from asyncengine.kernels.ops import Activation, AttentionLayer, LayerKVCache, Norm, Reduction
+from asyncengine.kernels.weight import DENSE, PackedWeight, tensors_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,16 +75,15 @@ class CudaOps:
         self.gpu = self.options.gpu or describe(device)
         self.choices = Choices(self.options.plans, self.gpu, batch_invariant=self.options.batch_invariant)
         """choices of plans for projections"""
+        self.reduction: Reduction | None = None
         self._projections = Projections(device, self.gpu, self.options.for_tma)
 
     def make_linear(self, weights: Sequence[PackedWeight], biases: Sequence[Tensor | None]) -> CudaLinear:
         """Weights that share their input become one matrix, which copies them if there are several."""
-        if common_format(weights) != FLOAT8:
-            return make_plain(tensors_of(weights, "weight", DENSE), biases)
-        return make_quantized(unpack_float8(weights), biases)
+        return pack(weights, biases)
 
     def make_head(self, weight: PackedWeight) -> CudaLinear:
-        return make_plain(tensors_of([weight], "weight", DENSE), [None])
+        return pack([weight], [None])
 
     def make_embedding(self, table: PackedWeight, *, tied: bool, copy: bool = False) -> CudaLinear:
         """A tied table is there once: if the head has to be padded, rows are looked up in what is padded."""
@@ -94,34 +93,32 @@ class CudaOps:
     def embed(
         self, batch: CudaBatch, embedding: CudaLinear, position_table: Tensor | None = None, scale: float = 1.0
     ) -> Residual:
-        step, table = batch.step, embedding.weight
-        assert isinstance(table, Tensor)
+        step, table = batch.step, as_tensor(embedding.weight)
         x = embed(step.input_ids, table, step.positions, position_table, scale=scale, pdl=self.options.pdl)
         return Residual(x)
 
     def norm_linear(
         self, residual: Residual, norm: Norm, handle: CudaLinear, activation: Activation | None = None
-    ) -> Tensor | Quantized:
+    ) -> Matrix:
         """Quantised after an activation, if the next to read it is a product in float8 that does not do it itself."""
         handle = handle if activation is None else handle.exact()
         fused = fused_activation(activation)
         plan = self.choices.plan(handle.site(len(residual.x), residual.x.dtype, norm, fused))
-        operand = residual.read(norm, plan, quantized=handle.quantized, pdl=self.options.pdl)
+        operand = residual.read(norm, plan, handle.format, pdl=self.options.pdl)
         return self._projections.project(operand, handle, plan, activation)
 
-    def linear_add_(
-        self, x: Tensor | Quantized, handle: CudaLinear, residual: Residual, norm: Norm | None = None
-    ) -> None:
-        """Add a product to the residual. With a norm of the product, product and norm are kernels before the
+    def linear_add_(self, x: Matrix, handle: CudaLinear, residual: Residual, norm: Norm | None = None) -> None:
+        """Add a product to the residual. With a norm of the product, or a reduction, the product is a kernel before the
         addition."""
-        handle = handle.exact()
-        plan = self.choices.plan(handle.site(len(x), residual.x.dtype, add=norm is None))
-        if norm is None:
+        handle, alone = handle.exact(), norm is None and self.reduction is None
+        plan = self.choices.plan(handle.site(len(x), residual.x.dtype, add=alone))
+        if alone:
             self._projections.add(x, handle, plan, residual)
             return
-        y = self._projections.project(self._projections.operand(x, handle, plan), handle, plan)
-        assert isinstance(y, Tensor)
-        residual.settle().add_(norm_rows(y, norm, pdl=self.options.pdl))
+        y = as_tensor(self._projections.project(self._projections.operand(x, handle, plan), handle, plan))
+        if self.reduction is not None:
+            self.reduction(y)
+        residual.settle().add_(y if norm is None else norm_rows(y, norm, pdl=self.options.pdl))
 
     def attention(self, heads: Tensor, layer: AttentionLayer, cache: LayerKVCache, batch: CudaBatch) -> Tensor:
         attend = batch.attention.of(layer)
@@ -153,9 +150,8 @@ class CudaOps:
             if plan.kind == "tma":
                 return Ranks(self._projections.ranks(self.hidden(residual, norm, batch), handle, plan))
         plan = self.choices.plan(handle.site(len(index), dtype, norm))
-        operand = residual.read(norm, plan, index=index, pdl=pdl)
-        y = self._projections.project(operand, handle, plan, dtype=torch.float32)
-        assert isinstance(y, Tensor)
+        operand = residual.read(norm, plan, handle.format, index=index, pdl=pdl)
+        y = as_tensor(self._projections.project(operand, handle, plan, dtype=torch.float32))
         if softcap and batch.needs:
             soft_cap_(y, softcap, pdl=pdl)
         return y

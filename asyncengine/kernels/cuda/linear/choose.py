@@ -11,9 +11,9 @@ from functools import cache, partial
 from typing import Literal, NamedTuple
 
 from asyncengine.kernels.cuda.gpu import Gpu
+from asyncengine.kernels.cuda.linear.formats.registry import format_of_kind
 from asyncengine.kernels.cuda.linear.plan import CUBLAS, INVARIANT, MAX_ROWS, Plan, Site, round_rows
 from asyncengine.kernels.cuda.linear.tables import PlanTable
-from asyncengine.kernels.float8 import scaled_product_takes
 
 Source = Literal["table", "measured", "formula", "default", "setting"]
 """Origin of a choice. table: of the package. measured: on this card, at this start or an earlier one. formula: for many
@@ -32,34 +32,15 @@ kernel adds to the residual, or with the exact GELU."""
 
 def fallback(site: Site) -> Plan:
     """Return a plan that can always be run: cuBLAS, if it takes such a matrix."""
-    fits = site.weight != "fp8" or scaled_product_takes(site.weight_rows, site.inner)
-    return CUBLAS if fits else INVARIANT
+    return CUBLAS if format_of_kind(site.weight).takes_library(site) else INVARIANT
 
 
 def default_plan(site: Site, gpu: Gpu) -> Plan:
-    """Return the plan of a site that no table knows.
-
-    For float8 weights a plan by the pattern of what was fastest in bfloat16, since the scaled product takes three
-    kernels and is made for many rows.
-    """
-    if site.weight != "fp8" or site.rows > 64:
+    """Return the plan of a site that no table knows: that of its format's pattern, if the plan fits."""
+    plan = format_of_kind(site.weight).pattern(site, gpu)
+    if plan is None or not plan.fits(site.columns, site.inner, site.activation == "silu_mul"):
         return fallback(site)
-    gated = site.activation == "silu_mul"
-    if site.rows == 1:
-        warps = 2 if site.inner <= 2048 else 4 if site.inner <= 8192 else 8 if site.inner <= 16384 else 16
-        inner = min(1024, 1 << (site.inner - 1).bit_length())
-        plan = Plan("vector", 4, inner, warps)
-    elif site.rows <= 8 and site.inner <= 3072:
-        plan = Plan("skinny", 16, 64, 4 if site.inner <= 1024 else 8)
-    else:
-        columns = 128 if site.weight_rows >= 1 << 14 else 64
-        split = 1
-        programs = site.weight_rows / columns
-        while not gated and split < 8 and programs * split < 100 and site.inner % (256 * split) == 0:
-            split *= 2
-        plan = Plan("tiled", columns, 128, 4, max(16, site.rows), split, 4, fused_norm=False)
-    fits = plan.fits(site.columns, site.inner, gated) and plan.runs_on(gpu, site.weight)
-    return plan if fits else fallback(site)
+    return plan if plan.runs_on(gpu, site.weight) else fallback(site)
 
 
 def is_for_formula(site: Site) -> bool:

@@ -5,19 +5,17 @@ from __future__ import annotations
 from functools import partial
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from asyncengine.kernels.cuda.gpu import Gpu
 from asyncengine.kernels.cuda.launch.programmatic import TmaOptions
+from asyncengine.kernels.cuda.linear.formats.base import Matrix, as_tensor
 from asyncengine.kernels.cuda.linear.handle import CudaLinear
 from asyncengine.kernels.cuda.linear.plan import FusedActivation, Plan, fused_activation
 from asyncengine.kernels.cuda.linear.residual import Operand, Residual, Unnormed, fold_norm
 from asyncengine.kernels.cuda.linear.tiled import MAX_ARRIVALS, linear
 from asyncengine.kernels.cuda.rows.activation import activate_rows
-from asyncengine.kernels.cuda.rows.quantise import quantize_rows
 from asyncengine.kernels.cuda.rows.tensors import empty_rows
-from asyncengine.kernels.float8 import Quantized, scaled_product
 from asyncengine.kernels.ops import Activation, Norm
 
 try:
@@ -45,72 +43,60 @@ class Projections:
         plan: Plan,
         activation: Activation | None = None,
         dtype: torch.dtype | None = None,
-    ) -> Tensor | Quantized:
+    ) -> Matrix:
         """activation(x W^T + bias) in ``dtype``, that of x if it is None: [M, N].
 
         An activation that is a kernel of its own behind float8 weights gives quantised rows.
         """
         fused = fused_activation(activation)
         if activation is not None and fused is None:
-            y = self.project(operand, handle, plan, dtype=dtype)
-            assert isinstance(y, Tensor)
-            return activate_rows(y, activation, pdl=self._pdl)
+            return activate_rows(as_tensor(self.project(operand, handle, plan, dtype=dtype)), activation, pdl=self._pdl)
         x, norm, index = operand
         if isinstance(x, Unnormed):
             assert norm is not None
             y = self._end_norm(x, norm, handle, plan, fused)
             return y[:, : handle.out_features]
-        dtype = dtype or (torch.bfloat16 if isinstance(x, Quantized) else x.dtype)
+        form = handle.format
+        dtype = dtype or form.result_dtype(x)
         if plan.kind == "cublas":
-            y = product(x, handle.weight, handle.bias, dtype)
-            if activation is not None and handle.quantized:
-                return quantize_rows(y, activation=activation, pdl=self._pdl)
+            y = form.product(x, handle.weight, handle.bias, dtype)
             if activation is not None:
-                return activate_rows(y, activation, pdl=self._pdl)
+                return form.activate(y, activation, pdl=self._pdl)
         else:
             rows = len(x) if index is None else len(index)
             y = empty_rows(rows, handle.columns(fused), dtype, self._device)
             self._launch(operand, handle, plan, out=y, activation=fused)
         return y[:, : handle.out_features]  # a gate's result is half as wide, and never padded
 
-    def operand(self, x: Tensor | Quantized, handle: CudaLinear, plan: Plan) -> Operand:
-        """x as a product without a norm multiplies it: quantised, if the plan's kernel does not do that itself."""
-        if handle.quantized and isinstance(x, Tensor) and not plan.fused_norm:
-            x = quantize_rows(x, pdl=self._pdl)
-        return Operand(x)
+    def operand(self, x: Matrix, handle: CudaLinear, plan: Plan) -> Operand:
+        """x as a product without a norm multiplies it."""
+        return Operand(handle.format.operand(x, plan, pdl=self._pdl))
 
-    def add(self, x: Tensor | Quantized, handle: CudaLinear, plan: Plan, residual: Residual) -> None:
+    def add(self, x: Matrix, handle: CudaLinear, plan: Plan, residual: Residual) -> None:
         """residual += x W^T + bias. The weights are without padding."""
         to = residual.settle()
-        operand = self.operand(x, handle, plan)
-        x, weight, bias = operand.x, handle.weight, handle.bias  # type: ignore[assignment]
+        form, weight, bias = handle.format, handle.weight, handle.bias
+        x = form.operand(x, plan, pdl=self._pdl)
         if plan.leaves_parts:
-            assert isinstance(x, Tensor)
-            assert isinstance(weight, Tensor)
-            residual.leave_parts(tma.tma_parts(x, weight, plan, bias=bias, **self._options))
-        elif self._gpu.tma and not handle.quantized and plan.prepares_norm:
-            residual.put_off(partial(self._add, operand, handle, plan, to))
+            residual.leave_parts(tma.tma_parts(as_tensor(x), as_tensor(weight), plan, bias=bias, **self._options))
+        elif self._gpu.tma and form.prepares_norms and plan.prepares_norm:
+            residual.put_off(partial(self._add, Operand(x), handle, plan, to))
         elif plan.kind != "cublas":
-            self._launch(operand, handle, plan, out=to, add=True)
-        elif bias is None and isinstance(weight, Tensor) and isinstance(x, Tensor):
-            torch.addmm(to, x, weight.T, out=to)
+            self._launch(Operand(x), handle, plan, out=to, add=True)
         else:
-            to += product(x, weight, bias, to.dtype)
+            form.add_product(to, x, weight, bias)
 
     def ranks(self, x: Tensor, handle: CudaLinear, plan: Plan) -> Tensor:
         """int64 [M, tiles]: of the logits of x the greatest rank in each tile of the vocabulary."""
         exact = handle.exact()
-        assert isinstance(exact.weight, Tensor)
-        return tma_ranks.tma_ranks(x, exact.weight, plan, gpu=self._gpu, bias=exact.bias, **self._options)
+        return tma_ranks.tma_ranks(x, as_tensor(exact.weight), plan, gpu=self._gpu, bias=exact.bias, **self._options)
 
     def _add(self, operand: Operand, handle: CudaLinear, plan: Plan, to: Tensor, norm: Norm | None) -> Unnormed | None:
         """An addition that was put off, by a plan that can prepare the norm which reads the sum."""
-        x, weight, bias = operand.x, handle.weight, handle.bias
         if norm is None:
             self._launch(operand, handle, plan, out=to, add=True)
             return None
-        assert isinstance(x, Tensor)
-        assert isinstance(weight, Tensor)
+        x, weight, bias = as_tensor(operand.x), as_tensor(handle.weight), handle.bias
         if plan.kind == "tma":
             return tma.tma_sum(x, weight, plan, out=to, norm=norm, bias=bias, **self._options)
         return linear(x, weight, plan, out=to, bias=bias, add=True, reader=norm, pdl=self._pdl)
@@ -118,10 +104,10 @@ class Projections:
     def _end_norm(
         self, x: Unnormed, norm: Norm, handle: CudaLinear, plan: Plan, activation: FusedActivation | None
     ) -> Tensor:
-        assert isinstance(handle.weight, Tensor)
-        bias, shift = self._fold(norm, handle.weight, handle.bias)
+        weight = as_tensor(handle.weight)
+        bias, shift = self._fold(norm, weight, handle.bias)
         y = empty_rows(len(x.x), handle.columns(activation), x.x.dtype, self._device)
-        tma.tma_linear(x, handle.weight, plan, out=y, bias=bias, shift=shift, activation=activation, **self._options)
+        tma.tma_linear(x, weight, plan, out=y, bias=bias, shift=shift, activation=activation, **self._options)
         return y
 
     def _fold(self, norm: Norm, weight: Tensor, bias: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
@@ -147,27 +133,14 @@ class Projections:
         weight, bias = handle.weight, handle.bias
         assert not isinstance(x, Unnormed)
         if plan.kind == "tma":
-            assert isinstance(x, Tensor)
-            assert isinstance(weight, Tensor)
             assert norm is None
             assert index is None
-            tma.tma_linear(x, weight, plan, out=out, bias=bias, activation=activation, add=add, **self._options)
+            tma.tma_linear(
+                as_tensor(x), as_tensor(weight), plan, out=out, bias=bias, activation=activation, add=add,
+                **self._options,
+            )  # fmt: skip
         else:
             linear(
                 x, weight, plan, out=out, bias=bias, norm=norm, activation=activation, add=add, index=index,
                 arrivals=self._arrivals, pdl=self._pdl,
             )  # fmt: skip
-
-
-def product(x: Tensor | Quantized, weight: Tensor | Quantized, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """x [M, K] times weight [N, K], transposed, plus the bias: [M, N]. Both are quantised, or neither."""
-    if isinstance(weight, Quantized):
-        assert isinstance(x, Quantized)
-        return scaled_product(x, weight, bias)
-    assert isinstance(x, Tensor)
-    if dtype == x.dtype:
-        return F.linear(x, weight, bias)
-    if x.device.type == "cpu":  # no such product there
-        return F.linear(x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype))
-    y = torch.mm(x, weight.T, out_dtype=dtype)
-    return y if bias is None else y + bias

@@ -23,11 +23,10 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from asyncengine.kernels.cuda.linear.formats.base import Format, Matrix
 from asyncengine.kernels.cuda.linear.plan import Plan
 from asyncengine.kernels.cuda.rows.norms import norm_rows
-from asyncengine.kernels.cuda.rows.quantise import quantize_rows
 from asyncengine.kernels.cuda.rows.tensors import empty_rows
-from asyncengine.kernels.float8 import Quantized
 from asyncengine.kernels.ops import Norm
 
 
@@ -63,7 +62,7 @@ def fold_norm(norm: Norm, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, 
 class Operand(NamedTuple):
     """The left side of a product, and what the product's kernel does to it."""
 
-    x: Tensor | Quantized | Unnormed
+    x: Matrix | Unnormed
     """[M, K]"""
     norm: Norm | None = None
     """Left to the kernel: all of the norm, or of Unnormed rows the end."""
@@ -109,12 +108,10 @@ class Residual:
             self._parts = None
         return self.x
 
-    def read(
-        self, norm: Norm, plan: Plan, *, quantized: bool = False, index: Tensor | None = None, pdl: bool = False
-    ) -> Operand:
+    def read(self, norm: Norm, plan: Plan, form: Format, *, index: Tensor | None = None, pdl: bool = False) -> Operand:
         """Any state to plain: what a projection by this plan multiplies, so that it reads x through the norm.
 
-        ``quantized``: of float8 weights. With an ``index`` int64 [S] the projection reads these rows alone, and parts
+        ``form`` is that of the weights. With an ``index`` int64 [S] the projection reads these rows alone, and parts
         stay parts.
         """
         if self.state == "put off" and plan.kind == "tma" and index is None:
@@ -122,12 +119,12 @@ class Residual:
             assert unnormed is not None
             return Operand(unnormed, norm)
         self._launch(None)
-        if quantized:
+        if form.own_rows:
             self.settle()
         if plan.fused_norm and self._parts is None:
             return Operand(self.x, norm, index)
-        if quantized:
-            return Operand(quantize_rows(self.x, norm, pdl=pdl))
+        if form.own_rows:
+            return Operand(form.make_rows(self.x, norm, pdl=pdl))
         return Operand(self.read_by_kernel(norm, index, pdl=pdl))
 
     def read_by_kernel(self, norm: Norm, index: Tensor | None = None, *, pdl: bool = False) -> Tensor:

@@ -30,6 +30,8 @@ from torch import Tensor
 
 from asyncengine.kernels.cuda.launch.compiling import kernel
 from asyncengine.kernels.cuda.launch.programmatic import launch_options, must_widen, start_next, wait
+from asyncengine.kernels.cuda.linear.formats.base import Matrix, values_and_scale
+from asyncengine.kernels.cuda.linear.formats.registry import format_of
 from asyncengine.kernels.cuda.linear.plan import Plan, norm_kind
 from asyncengine.kernels.cuda.linear.residual import Unnormed
 from asyncengine.kernels.cuda.linear.skinny import (
@@ -42,7 +44,6 @@ from asyncengine.kernels.cuda.linear.skinny import (
     vector_kernel,
     weight_rows_of,
 )
-from asyncengine.kernels.float8 import Quantized
 from asyncengine.kernels.ops import Activation, Norm
 
 MAX_ARRIVALS = 1 << 16
@@ -50,8 +51,8 @@ MAX_ARRIVALS = 1 << 16
 
 
 def linear(
-    x: Tensor | Quantized,
-    weight: Tensor | Quantized,
+    x: Matrix,
+    weight: Matrix,
     plan: Plan,
     *,
     out: Tensor,
@@ -77,10 +78,11 @@ def linear(
     A skinny plan that adds in bfloat16, with neither norm nor float8, also makes what a projection needs that reads the
     sum through the norm ``reader`` (see residual.py).
     """
-    if not _takes(plan, x, weight, norm, index) or (reader and not _writes(plan, weight, norm, add)):
+    form = format_of(weight)
+    writes = plan.kind == "skinny" and add and norm is None and form.prepares_norms
+    if not form.fits(plan, x, norm, index) or (reader and not writes):
         raise ValueError(f"{plan} does not fit the operations fused with it")
-    x, x_scale = (x.values, x.scale) if isinstance(x, Quantized) else (x, None)
-    weight, weight_scale = (weight.values, weight.scale) if isinstance(weight, Quantized) else (weight, None)
+    (x, x_scale), (weight, weight_scale) = values_and_scale(x), values_and_scale(weight)
     rows, inner = len(x) if index is None else len(index), x.shape[1]
     gated = activation == "silu_mul"
     columns = len(weight) // 2 if gated else len(weight)
@@ -127,30 +129,6 @@ def linear(
         BN=plan.columns, BK=plan.inner, NORM=norm_kind(norm), **extra, **common,
     )  # fmt: skip
     return unnormed
-
-
-def _takes(
-    plan: Plan, x: Tensor | Quantized, weight: Tensor | Quantized, norm: Norm | None, index: Tensor | None
-) -> bool:
-    """Return whether the plan's kernel can do all that in one launch."""
-    quantized, float8 = isinstance(x, Quantized), isinstance(weight, Quantized)
-    layer = norm is not None and norm.bias is not None
-    alone = norm is None and index is None
-    if (quantized and not (float8 and alone)) or (float8 and (layer or index is not None)):
-        return False
-    match plan.kind:
-        case "vector":
-            return plan.ahead == 0
-        case "skinny":  # a layer norm and quantising need to know the whole row before the first product
-            return plan.ahead == 0 or quantized or not (layer or float8)
-        case "tiled":
-            return quantized or (alone and not float8)
-        case _:
-            return False
-
-
-def _writes(plan: Plan, weight: Tensor | Quantized, norm: Norm | None, add: bool) -> bool:
-    return plan.kind == "skinny" and add and norm is None and not isinstance(weight, Quantized)
 
 
 # ---- more rows ----
