@@ -326,23 +326,31 @@ void CpuKernels::plan_attention(const AttentionTask& task, const StepBatch& batc
   }
 }
 
+namespace {
+
+AttentionTask attention_task(const void* q, int64_t q_stride, int64_t num_q_heads, void* out, const PagedKV& cache, float scale,
+                             int64_t window, float softcap) {
+  return {.q = q,
+          .q_stride = q_stride,
+          .out = out,
+          .k_cache = cache.k,
+          .v_cache = cache.v,
+          .num_q_heads = num_q_heads,
+          .num_kv_heads = cache.num_kv_heads,
+          .head_dim = cache.head_dim,
+          .block_size = cache.block_size,
+          .window = window,
+          .scale = scale,
+          .softcap = softcap,
+          .scales = {cache.scales, cache.num_kv_heads}};
+}
+
+}  // namespace
+
 void CpuKernels::paged_attention(Dtype dtype, const void* q, int64_t q_stride, int64_t tokens, int64_t num_q_heads, void* out,
                                  const PagedKV& cache, const StepBatch& batch, float scale, int64_t window, float softcap) {
-  attend(dtype,
-         {q,
-          q_stride,
-          out,
-          cache.k,
-          cache.v,
-          num_q_heads,
-          cache.num_kv_heads,
-          cache.head_dim,
-          cache.block_size,
-          window,
-          scale,
-          softcap,
-          {cache.scales, cache.num_kv_heads}},
-         tokens, cache, batch, nullptr);
+  const AttentionTask task = attention_task(q, q_stride, num_q_heads, out, cache, scale, window, softcap);
+  attend(dtype, task, tokens, cache, batch, nullptr);
 }
 
 void CpuKernels::attention(Dtype dtype, const void* heads, int64_t num_q_heads, void* out, const PagedKV& cache,
@@ -350,21 +358,8 @@ void CpuKernels::attention(Dtype dtype, const void* heads, int64_t num_q_heads, 
   const int64_t k = num_q_heads * cache.head_dim, v = k + cache.num_kv_heads * cache.head_dim;
   const int64_t stride = v + cache.num_kv_heads * cache.head_dim;
   const NewKV fresh{offset(heads, k, dtype), offset(heads, v, dtype), stride, stride};
-  attend(dtype,
-         {heads,
-          stride,
-          out,
-          cache.k,
-          cache.v,
-          num_q_heads,
-          cache.num_kv_heads,
-          cache.head_dim,
-          cache.block_size,
-          window,
-          scale,
-          softcap,
-          {cache.scales, cache.num_kv_heads}},
-         batch.num_tokens, cache, batch, &fresh);
+  const AttentionTask task = attention_task(heads, stride, num_q_heads, out, cache, scale, window, softcap);
+  attend(dtype, task, batch.num_tokens, cache, batch, &fresh);
 }
 
 void CpuKernels::attend(Dtype dtype, const AttentionTask& task, int64_t tokens, const PagedKV& cache, const StepBatch& batch,
