@@ -1,5 +1,4 @@
-// What Python sees of core/: costs and settings, the block manager, the scheduler's harness; and the size of a JSON document,
-// which the server asks for.
+// Python's view of core/: costs and settings, the block manager and the scheduler's harness.
 #include "bindings/bindings.h"
 
 #include <algorithm>

@@ -250,7 +250,7 @@ class SchedulerHarness {
     delivery.clear();
     return {std::move(events), std::move(released)};
   }
-  // Of the step that was scheduled last.
+  // The bytes of the step that was scheduled last.
   py::bytes step_input() const { return {reinterpret_cast<const char*>(staging_.data()), packed_}; }
   int in_flight() const { return static_cast<int>(flight_.size()); }
   bool quiescent() const { return scheduler_.quiescent(); }

@@ -163,7 +163,7 @@ bool Admission::load_from_host(Sequence& sequence, int32_t whole) {
   return false;
 }
 
-// Whether so many blocks come sooner than they are computed, after others. Where no costs are known they do.
+// True if so many blocks come sooner than they are computed, after others. Where no costs are known they do.
 bool Admission::copying_pays(int32_t blocks, int32_t context_blocks) const {
   if (!pace_.costs().known()) return true;
   const int64_t bytes = static_cast<int64_t>(blocks) * static_cast<int64_t>(roster_.tier()->block_bytes());

@@ -1,4 +1,4 @@
-// Which waiting sequence gets a slot, and what of it is there already: blocks of the prefix cache, of a sibling, of the host.
+// Admission chooses the sequence that gets a slot, and finds the part of it that is there already: blocks of the prefix cache, of a sibling, of the host.
 #pragma once
 
 #include <cstdint>
@@ -30,8 +30,8 @@ class Admission {
 
   enum class Result : uint8_t {
     kAdmitted,  // it has a slot
-    kWaits,     // there is no room for all of it
-    kLeft,      // it has left the queue, to wait for blocks from the host, or for this step with those that load some
+    kWaits,  // there is no room for all of it
+    kLeft,  // it has left the queue, to wait for blocks from the host, or for this step with those that load some
   };
   Result admit(Sequence& sequence, StepPlan& plan, int64_t now_ns);
   // It waits for the next step, and those behind it do not. False: so many do already.
@@ -64,9 +64,9 @@ class Admission {
   const Pace& pace_;
   int32_t block_size_, max_num_batched_tokens_, max_delta_blocks_;
   QueueObserver* observer_ = nullptr;
-  std::vector<int32_t> prefix_;      // scratch: blocks that a new sequence starts with
+  std::vector<int32_t> prefix_;  // scratch: blocks that a new sequence starts with
   std::vector<Sequence*> deferred_;  // scratch
-  std::vector<Request*> forking_;    // scratch: their siblings join in the next step
+  std::vector<Request*> forking_;  // scratch: their siblings join in the next step
   int64_t prefix_cache_queries_ = 0, prefix_cache_hits_ = 0;
 };
 

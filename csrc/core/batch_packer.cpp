@@ -41,7 +41,7 @@ SlotUpdate slot_update(const Sequence& sequence, size_t entries) {
   return update;
 }
 
-// Where the entries end.
+// Returns the end of the entries.
 int32_t* write_entries(const Sequence& sequence, int32_t* out) {
   const RequestExtras& extras = sequence.request->extras;
   if (extras.history) {

@@ -32,7 +32,7 @@ class BlockManager {
   // The sum of all reference counts.
   int64_t num_references() const { return num_references_; }
   int32_t ref_count(int32_t block) const { return state(block).ref_count; }
-  // Whether match_prefix may find it.
+  // True if match_prefix may find the block.
   bool findable(int32_t block) const { return index_.contains(block); }
   int32_t blocks_for(int64_t num_tokens) const { return static_cast<int32_t>((num_tokens + block_size_ - 1) / block_size_); }
 
@@ -126,7 +126,7 @@ class BlockManager {
   bool keeps_names() const { return !names_.empty(); }
   BlockName& name_of(int32_t id) { return names_[static_cast<size_t>(id)]; }
 
-  // Whether match_prefix may find the host block, by its own id.
+  // True if match_prefix may find the host block, by its own id.
   bool host_findable(int32_t host) const { return index_.contains(num_blocks() + host); }
 
   // Every block is in exactly one state and the queue agrees with the counts; O(num_blocks), for tests and idle checks.

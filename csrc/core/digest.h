@@ -46,7 +46,7 @@ struct BlockKey {
   }
 };
 
-// What the first block of a prompt follows.
+// The chain that the first block of a prompt follows.
 BlockKey root_key(std::string_view fingerprint, uint64_t salt);
 BlockKey next_key(const BlockKey& parent, std::span<const int32_t> tokens);
 

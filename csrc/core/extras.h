@@ -1,4 +1,4 @@
-// What few requests want of a step beyond one token: records, scored prompts, several tokens, entries of a slot update,
+// Needs that few requests have of a step beyond one token: records, scored prompts, several tokens, entries of a slot update,
 // masks.
 #pragma once
 
@@ -18,16 +18,16 @@ class Extras {
   Extras(const SchedulerConfig& config, Roster& roster)
       : roster_(roster), limits_(config.limits()), max_step_tokens_(config.max_step_tokens()) {}
 
-  // Where masks are written: before the first sequence that has some.
+  // Sets the memory that masks are written to: before the first sequence that has some.
   void write_masks_to(const MaskBoard& board) { board_ = board; }
-  // Whether what the request wants fits into a step that has nothing else. From any thread.
+  // True if the needs of the request fit into a step that has nothing else. From any thread.
   bool can_fit(const RequestSpec& spec) const;
 
   // ---- schedule
 
-  // Whether the step has room for what a new sequence brings and may want at once.
+  // True if the step has room for the entries of a new sequence and for the records that it may want at once.
   bool fits_budgets(const Sequence& sequence, const StepPlan& plan);
-  // Whether it has room for so many words of records. Where it has not, they are wanted from the next step.
+  // True if the step has room for so many words of records. Otherwise they are wanted from the next step.
   bool fits_records(int32_t words, const StepPlan& plan);
   // So many of these tokens of a prompt as there is room for their samples and records. Each row that the step may still get
   // keeps one sample.

@@ -90,7 +90,7 @@ class MaskChannel : public std::enable_shared_from_this<MaskChannel> {
   MaskChannel* next_ = nullptr;
 };
 
-// Where posted channels wait for the step thread: a stack that any thread pushes to.
+// Posted channels wait here for the step thread: a stack that any thread pushes to.
 class MaskInbox {
  public:
   explicit MaskInbox(std::function<void()> wake) : wake_(std::move(wake)) {}

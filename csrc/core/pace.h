@@ -25,9 +25,9 @@ class Pace {
   void begin(const StepPlan& plan, int32_t prefilling);
   // A target decides how long chunks of prompts are.
   bool decides() const { return target_ns_ > 0; }
-  // Whether another prompt, of which so much is computed, may have a chunk in this step.
+  // True if another prompt, of which so much is computed, may have a chunk in this step.
   bool has_time(int32_t context_len, const StepPlan& plan) const;
-  // Of a chunk of `most` tokens at most, as many as its share of the time that is left allows. Precondition: decides().
+  // Returns the tokens of a chunk, `most` at most: as many as its share of the time that is left allows. Precondition: decides().
   int32_t chunk(int32_t context_len, int32_t most, const StepPlan& plan);
   // The step has got such a chunk.
   void add_chunk(int32_t query_len, int32_t context_len, StepPlan& plan);
@@ -45,7 +45,7 @@ class Pace {
   std::vector<int32_t> token_buckets_;
   double exchange_ns_;
   std::vector<int64_t> slot_targets_;  // by slot; empty unless priority classes have targets of their own
-  // Of the step that is planned.
+  // Sums of the step that is planned.
   int64_t target_ns_ = 0;  // 0: none
   int32_t sharers_ = 0;    // prompts that its time is still to be shared by
   bool chunked_ = false;   // a prompt has had its share

@@ -63,7 +63,7 @@ void Preemption::share_slots() {
   }
 }
 
-// What each tenant's running sequences hold, and which of them are beyond its share.
+// Counts the blocks of each tenant's running sequences, and finds the sequences beyond its share.
 void Preemption::measure_blocks(const StepPlan& plan) {
   if (std::exchange(measured_changes_, roster_.changes()) == roster_.changes() && plan.step - measured_step_ < kMeasureEvery) {
     return;
@@ -84,7 +84,7 @@ void Preemption::measure_blocks(const StepPlan& plan) {
   }
 }
 
-// Whether the waiting sequence, which lacks blocks, would bring its tenant above its share.
+// True if the waiting sequence, which lacks blocks, would bring its tenant above its share.
 bool Preemption::over_share(const Sequence& sequence, const StepPlan& plan) {
   measure_blocks(plan);
   const Tenant& tenant = *sequence.request->tenant;
@@ -103,7 +103,7 @@ void Preemption::yield(Slot& slot) {
   preempt(*slot.sequence);
 }
 
-// Whether it is one to give way to a sequence of that class.
+// True if the sequence may give way to a sequence of that class.
 bool Preemption::is_excess(const Slot& slot, int32_t priority) const {
   return slot.state == SequenceState::kRunning && excess_[static_cast<size_t>(roster_.index(slot))] != 0 &&
          slot.sequence->request->priority >= priority;

@@ -25,7 +25,7 @@ class Publisher {
   const int32_t* tokens_to_publish(Slot& slot) {
     return slot.sequence->tokens.unpublished(slot.tail, slot.published_end, roster_.published(slot));
   }
-  // Whether the prefix cache could know a block more.
+  // True if the prefix cache could know a block more.
   bool has_full_block(const Slot& slot, const PlanRow& row, uint64_t step) const {
     if (row.came_to_nothing(step)) [[unlikely]] {
       return false;

@@ -81,7 +81,7 @@ class Scheduler {
   bool copies_blocks() const { return roster_.tier() != nullptr && roster_.tier()->busy(); }
   // Copies are under way, or workers are busy with host rows: not those that hang.
   bool moves_blocks() const { return copies_blocks() || (placement_ != nullptr && placement_->busy()); }
-  // Whether what the request wants beyond tokens fits into a step that has nothing else. From any thread.
+  // True if the needs of the request beyond tokens fit into a step that has nothing else. From any thread.
   bool can_fit(const RequestSpec& spec) const { return extras_.can_fit(spec); }
   StepLimits limits() const { return config_.limits(); }
   // The scheduler's own are up to date. The others are the caller's.

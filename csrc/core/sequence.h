@@ -36,7 +36,7 @@ enum class SequenceState : uint8_t {
   kHosted,      // holds a slot and blocks of the host, and decodes there; or is on its way
 };
 
-// What a request may want beyond one token a step. The defaults cost nothing.
+// Needs of a request beyond one token a step. The defaults cost nothing.
 struct RequestExtras {
   Needs needs = 0;                // beyond those of its SamplingState
   std::vector<int32_t> entries;   // EntryKind, for its slot whenever that is filled (step_input.h)
@@ -47,7 +47,7 @@ struct RequestExtras {
   std::vector<std::shared_ptr<MaskChannel>> masks = {};  // one for each sequence, or none
 
   bool any() const { return result_words > 0 || score_from >= 0 || tokens_per_step > 1 || !masks.empty(); }
-  // Whether records that it has room for are written: a missing one fails the engine.
+  // True if records are written where it has room for some: a missing one fails the engine.
   bool writes_records() const { return result_words == 0 || (needs & kRecordNeeds) != 0; }
   Needs all_needs() const { return needs | (tokens_per_step > 1 ? kNeedDrafts : 0u) | (masks.empty() ? 0u : kNeedMask); }
 };
@@ -83,7 +83,7 @@ struct alignas(64) Sequence {
 
   // The first token of the prompt that is still to be scored, or -1.
   inline int32_t scores_from() const;
-  // Of the entries that its slot is filled with.
+  // Words of the entries that its slot is filled with.
   inline int32_t update_words() const;
 };
 
@@ -125,7 +125,7 @@ inline int32_t Sequence::update_words() const {
   return static_cast<int32_t>(extras.entries.size()) + (extras.history ? 1 + tokens.size() : 0);
 }
 
-// Whether `a` comes before `b` in the order of service.
+// True if `a` comes before `b` in the order of service.
 inline bool runs_before(const Sequence* a, const Sequence* b) {
   return a->request != b->request ? a->request->before(*b->request) : a->index < b->index;
 }

@@ -51,7 +51,7 @@ struct alignas(64) Slot {
   }
 
   Chain prefix() const { return {chain, published_end == 0}; }
-  // What steps in flight compute for it still counts.
+  // True while the results of steps in flight count for it.
   bool alive() const {
     return state == SequenceState::kRunning || state == SequenceState::kPreempting || state == SequenceState::kHosted;
   }

@@ -67,7 +67,7 @@ struct StepResults {
   const int32_t* records = nullptr;
 };
 
-// Whether sample `i` of a row has records. `tokens` are the row's: the first samples may be scored only and have no head,
+// True if sample `i` of a row has records. `tokens` are the row's: the first samples may be scored only and have no head,
 // the others give tokens until one does not. A row that gives no token at all has the records of its first head.
 inline bool has_records(int32_t i, int32_t num_samples, int32_t num_appends, const int32_t* tokens) {
   const int32_t first = num_samples - num_appends;
@@ -83,7 +83,7 @@ class RecordWriter {
  public:
   explicit RecordWriter(std::span<int32_t> region) : region_(region) {}
 
-  // Where the payload goes. Precondition: there is room for it and its header.
+  // Returns the place of the payload. Precondition: there is room for it and its header.
   std::span<int32_t> add(RecordKind kind, size_t count) {
     assert(used_ + 1 + count <= region_.size());
     region_[used_] = entry_header(kind, count);

@@ -1,4 +1,4 @@
-// What one step runs: the scheduler's decision, before it becomes bytes.
+// The work of one step: the scheduler's decision, before it becomes bytes.
 #pragma once
 
 #include <cstdint>

@@ -44,7 +44,7 @@ HostPlacement::HostPlacement(const SchedulerConfig& config, Roster& roster, cons
   hosted_.reserve(static_cast<size_t>(config.max_num_seqs));
 }
 
-// Of a sequence that is a host row: a worker may still touch its host blocks.
+// The sequence is a host row: a worker may still touch its host blocks.
 bool HostPlacement::in_use(int32_t slot) const {
   return host_row(slot).phase == Phase::kAttending && attention_.poll(slot) == HostAttentionStatus::kPending;
 }
@@ -217,7 +217,7 @@ void HostPlacement::place_sequences(const StepPlan& plan) {
   if (last != running.rend()) move_out(**last);
 }
 
-// What the workers could add to the step that is planned, and what lanes cost it. Where costs are not known it pays.
+// Compares the tokens that workers could add to the planned step with the cost of lanes. Where costs are not known it pays.
 bool HostPlacement::pays(const StepPlan& plan) const {
   const HybridConfig& hybrid = config_;
   const int32_t rows = plan.num_decode_rows;

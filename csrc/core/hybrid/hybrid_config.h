@@ -8,7 +8,7 @@
 
 namespace asyncengine {
 
-// Whether sequences may decode on the host (host_rows.h).
+// Settings of sequences that decode on the host (host_rows.h).
 struct HybridConfig {
   int32_t lanes = 0;   // of each step that has host rows; 0: nobody decodes on the host
   int32_t layers = 0;  // that attend

@@ -1,4 +1,4 @@
-// Where running sequences live. The scheduler asks, and does not know how a sequence decodes on the host.
+// Placement tells where running sequences live. The scheduler asks it, and does not know how a sequence decodes on the host.
 #pragma once
 
 #include <cstdint>
@@ -45,7 +45,7 @@ class Placement {
   virtual bool on_host(int32_t slot) const = 0;
   // Somebody may still touch its blocks of the host, though no step in flight does.
   virtual bool in_use(int32_t slot) const = 0;
-  // What is done for it has no use any more.
+  // The sequence ends: work under way for it has no use any more.
   virtual void cancel(int32_t slot) = 0;
   // Nothing touches its blocks any more: the host gets them back, and the prefix cache those that are full.
   virtual void release(Slot& slot) = 0;

@@ -35,7 +35,7 @@ class DiskTier {
   // write to stays pinned until the disk has completed it.
   bool read(Sequence& sequence, std::span<const int32_t> chain, int32_t most);
   int32_t num_reads() const { return num_reads_; }
-  // What the name of a first block follows.
+  // The name that the name of a first block follows.
   BlockKey root(uint64_t salt) const { return disk_.root(salt); }
 
   // Takes in what is over, and writes. `ended(sequence)` for each sequence that waits no more. True: something moved. Of

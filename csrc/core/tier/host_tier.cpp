@@ -178,7 +178,7 @@ bool HostTier::collect_store(Transfer& transfer) {
   return true;
 }
 
-// Whether all of it is on the host. What the prefix cache knows of the device's blocks it knows of the copies now.
+// True if all of it is on the host. What the prefix cache knows of the device's blocks it knows of the copies now.
 bool HostTier::end_store() {
   if (!store_.failed) {
     for (const BlockMove& move : store_.moves) {
@@ -211,7 +211,7 @@ void HostTier::collect_load(Transfer& transfer) {
   load->started += count;
 }
 
-// What has not come is computed: the sequence is admitted with what there is.
+// Blocks that have not come are computed: the sequence is admitted with what there is.
 void HostTier::finish_load(const Transfer& transfer, bool done) {
   Load& load = *transfer.load;
   load.ended += transfer.moves.size();

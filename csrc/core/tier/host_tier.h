@@ -67,7 +67,7 @@ class HostTier {
   // nothing. False: another store is under way, or the host has no room.
   bool store(Sequence& sequence, std::span<const int32_t> blocks);
   bool storing() const { return store_.sequence != nullptr; }
-  // Whether a store of so many blocks would begin.
+  // True if a store of so many blocks would begin.
   bool can_store(int32_t blocks) const {
     return !broken() && !storing() && blocks <= blocks_.num_host_blocks() - blocks_.num_host_pinned();
   }
