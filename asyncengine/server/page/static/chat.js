@@ -1,6 +1,7 @@
 // The open conversation: sending, streaming, stopping, saying it differently, and what helps after a failure.
 import { getJson, postJson, stream } from "./api.js";
-import { $, build, button, make, on, show, showFoot } from "./message.js";
+import { make } from "./markdown.js";
+import { $, build, button, on, show, showFoot } from "./message.js";
 import * as settings from "./settings.js";
 import * as store from "./store.js";
 import * as tree from "./tree.js";

@@ -1,6 +1,7 @@
 // The list of conversations: find, open, rename, delete, export and import.
 import { chat, open as openChat } from "./chat.js";
-import { $, button, make, on } from "./message.js";
+import { make } from "./markdown.js";
+import { $, button, on } from "./message.js";
 import * as store from "./store.js";
 import { matches, read } from "./tree.js";
 

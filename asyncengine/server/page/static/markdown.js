@@ -119,7 +119,7 @@ function takeList(lines, i, marker, kind) {
   return [{ kind, info: kind === "ol" ? first[2] : "", lines: lines.slice(i, end) }, end];
 }
 
-function make(tag, className, ...children) {
+export function make(tag, className = "", ...children) {
   const node = document.createElement(tag);
   if (className) node.className = className;
   node.append(...children);

@@ -1,16 +1,9 @@
 // A turn as elements: its text, reasoning, calls of tools, and what can be done with it.
-import { copyButton, render } from "./markdown.js";
+import { copyButton, make, render } from "./markdown.js";
 import { note, pretty } from "./tree.js";
 
 export const $ = (id) => document.getElementById(id);
 export const on = (id, event, act) => $(id).addEventListener(event, act);
-
-export function make(tag, name = "", ...inside) {
-  const node = document.createElement(tag);
-  node.className = name;
-  node.append(...inside);
-  return node;
-}
 
 export function button(name, act, label = "") {
   const node = Object.assign(make("button", "", name), { type: "button", title: label, onclick: act });
