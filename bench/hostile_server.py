@@ -11,6 +11,7 @@ import argparse
 import asyncio
 import gc
 import json
+import selectors
 import subprocess
 import sys
 import threading
@@ -30,6 +31,8 @@ STEP_US = 10_000
 _WRITE_TIMEOUT_S = 1.5
 
 _ROOT = Path(__file__).resolve().parents[1]
+_WAITING = (asyncio.__path__[0], selectors.__file__)
+"""Files of the innermost frame of a loop that waits: its work is over, and its stack tells nothing."""
 
 
 class Server:
@@ -136,8 +139,11 @@ class Watch:
             lag = time.perf_counter() - self._tick - TICK_S
             # Not each time that it is a little longer: the last look may come when the work is over.
             if lag > max(0.03, 1.2 * self._stack_lag):
+                frame = sys._current_frames()[self._loop_thread]
+                if frame.f_code.co_filename.startswith(_WAITING):
+                    continue
                 self._stack_lag = lag
-                stack = traceback.format_stack(sys._current_frames()[self._loop_thread])
+                stack = traceback.format_stack(frame)
                 self._stack = [line.replace(f"{_ROOT}/", "") for line in stack]  # a record names no folder of a machine
 
     def answer(self, command: str) -> None:
