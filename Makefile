@@ -38,7 +38,7 @@ install: $(CORE) $(TOOLS)
 # Compiled first, and without its dependencies, whose downloads then show their progress.
 $(CORE): $(NATIVE)
 	test -d $(VENV) || $(PYTHON) -m venv $(VENV)
-	$(call step,'Compiling the C++ core (4 minutes of one processor)',\
+	$(call step,'Compiling the C++ core (3 minutes of one processor)',\
 		PIP_CONSTRAINT=constraints.txt $(BIN)/pip install --verbose --no-deps --editable .)
 	@touch $@
 
