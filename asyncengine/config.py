@@ -309,6 +309,11 @@ class EngineConfig:
         return targets
 
     @property
+    def float8_cache(self) -> bool:
+        """True if keys and values are in float8."""
+        return self.kv_cache_dtype == "fp8"
+
+    @property
     def needs_costs(self) -> bool:
         """True if the engine needs predictions of how long a step takes."""
         targets = self.target_itl_ms is not None or bool(self.itl_targets_by_priority)

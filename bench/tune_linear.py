@@ -22,6 +22,7 @@ from gpu_common import BANDWIDTH, SHAPES, projection_biases, projections, read_m
 
 from asyncengine.kernels.cuda.linear.candidates import candidates
 from asyncengine.kernels.cuda.linear.choose import fallback
+from asyncengine.kernels.cuda.linear.formats.registry import weight_bytes
 from asyncengine.kernels.cuda.linear.plan import NormKind, Plan, Site, WeightKind, fused_activation
 from asyncengine.kernels.cuda.linear.tables import PlanTable, cache_path
 from asyncengine.kernels.cuda.trials import examine
@@ -107,7 +108,7 @@ def main() -> None:
         timed = tuner.fastest(site, allowed(site, plans[site], table))
         us, plan = timed[0]
         cublas = next((t for t, p in timed if p == fallback(site)), math.inf)
-        floor = 1e6 * site.weight_bytes / BANDWIDTH
+        floor = 1e6 * weight_bytes(site) / BANDWIDTH
         table.add(site, plan)
         by_kind = {p.kind: t for t, p in reversed(timed)}
         others = " ".join(f"{kind} {by_kind[kind]:.2f}" for kind in kinds if kind in by_kind)

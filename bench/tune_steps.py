@@ -40,6 +40,7 @@ from asyncengine.kernels.cuda.gpu import H200
 from asyncengine.kernels.cuda.launch.compiling import compile_launches
 from asyncengine.kernels.cuda.linear.candidates import candidates
 from asyncengine.kernels.cuda.linear.choose import Choices
+from asyncengine.kernels.cuda.linear.formats.registry import weight_bytes
 from asyncengine.kernels.cuda.linear.plan import Plan, Site
 from asyncengine.kernels.cuda.linear.tables import PlanTable
 from asyncengine.runner.start.tuning import FAILURES
@@ -159,7 +160,7 @@ def candidate_plans(model: str, rows: int, most: int) -> dict[Site, list[Plan]]:
             by_tma = [plan for plan in plans if plan.kind == "tma"]
             likely = sorted(by_tma, key=partial(expected_us, site))[: most // 2]
             chosen[site] = list(dict.fromkeys((*likely, *plans)))[:most]
-    return dict(sorted(chosen.items(), key=lambda entry: -entry[0].weight_bytes))
+    return dict(sorted(chosen.items(), key=lambda entry: -weight_bytes(entry[0])))
 
 
 def expected_us(site: Site, plan: Plan) -> float:

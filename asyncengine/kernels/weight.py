@@ -8,8 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 from torch import Tensor
+
+FormT = TypeVar("FormT")
 
 DENSE = "dense"
 """One tensor, "weight" [N, K] in the model's dtype. It may be the transposed view of a contiguous tensor."""
@@ -45,8 +48,14 @@ def common_format(weights: Sequence[PackedWeight]) -> str:
     return formats.pop()
 
 
-def tensors_of(weights: Sequence[PackedWeight], name: str, *formats: str) -> list[Tensor]:
-    """Return the tensor of that name of each weight. Raises ValueError for a weight in another than these formats."""
-    if (found := common_format(weights)) not in formats:
-        raise ValueError(f"weights in the format {found!r} are not implemented here, but {', '.join(formats)}")
+def form_in(forms: Mapping[str, FormT], weights: Sequence[PackedWeight]) -> FormT:
+    """Return the entry for the format of weights that lie side by side. Raises ValueError if there is none."""
+    if (name := common_format(weights)) not in forms:
+        raise ValueError(f"weights in the format {name!r} are not implemented here, but {', '.join(forms)}")
+    return forms[name]
+
+
+def tensors_of(weights: Sequence[PackedWeight], name: str, form: str) -> list[Tensor]:
+    """Return the tensor of that name of each weight. Raises ValueError for a weight in another format."""
+    form_in({form: form}, weights)
     return [weight.tensors[name] for weight in weights]

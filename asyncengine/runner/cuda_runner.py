@@ -15,10 +15,13 @@ from asyncengine.api.model_info import ModelInfo
 from asyncengine.config import EngineConfig
 from asyncengine.errors import ConfigError
 from asyncengine.kernels.cuda.gpu import Gpu
+from asyncengine.kernels.cuda.linear.formats.registry import FORMATS
 from asyncengine.kernels.cuda.linear.tables import PlanTable
 from asyncengine.kernels.cuda.ops import CudaOps, CudaOptions
 from asyncengine.kernels.cuda.trials import examine
+from asyncengine.kernels.weight import FLOAT8
 from asyncengine.models.config import ModelConfig
+from asyncengine.models.weights.formats import choose_format
 from asyncengine.runner.costs.cuda import Machine, cuda_costs
 from asyncengine.runner.costs.table import KnownCosts
 from asyncengine.runner.host.rows import HostRows
@@ -163,12 +166,13 @@ class CudaRunner:
 def cuda_options(config: EngineConfig, gpu: Gpu) -> CudaOptions:
     """Return the settings of the kernels that the configuration asks for. Raises ConfigError if the card cannot run
     them."""
-    for field in ("quantization", "kv_cache_dtype"):
-        if getattr(config, field) == "fp8" and not gpu.has_float8:
+    needed = {f"quantization={config.quantization}": FORMATS[choose_format(config.quantization).packed]}
+    if config.float8_cache:
+        needed[f"kv_cache_dtype={config.kv_cache_dtype}"] = FORMATS[FLOAT8]
+    for setting, form in needed.items():
+        if not form.runs_on(gpu):
             major, minor = gpu.capability
-            raise ConfigError(
-                f"{field}=fp8 needs a GPU of compute capability 8.9 or newer; {gpu.name} has {major}.{minor}"
-            )
+            raise ConfigError(f"{setting} needs {form.needs}; {gpu.name} has {major}.{minor}")
     return CudaOptions(
         PlanTable.load(gpu.name),
         pdl=config.programmatic_launch and gpu.dependent_launch,

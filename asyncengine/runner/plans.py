@@ -110,7 +110,7 @@ def plan_steps(config: EngineConfig, gpu: Gpu) -> list[BucketPlan]:
     loaded = load_model(config, ops)
     steps = []
     caches = [LayerKVCache(torch.empty(0, device=_NOWHERE), torch.empty(0, device=_NOWHERE))] * loaded.config.num_layers
-    kinds = attention_kinds(loaded.config, loaded.dtype, float8_cache=config.kv_cache_dtype == "fp8")
+    kinds = attention_kinds(loaded.config, loaded.dtype, float8_cache=config.float8_cache)
     limits = attention_limits(config, loaded.max_model_len)
     for bucket in step_buckets(config, loaded, ops):
         ops.step = BucketPlan(bucket, attention=[str(describe_attention(bucket, kind, gpu, limits)) for kind in kinds])

@@ -13,6 +13,7 @@ from gpu_common import SHAPES, read_model
 
 from asyncengine.kernels.cuda.gpu import H200
 from asyncengine.kernels.cuda.linear.candidates import candidates
+from asyncengine.kernels.cuda.linear.formats.registry import weight_bytes
 from asyncengine.kernels.cuda.linear.plan import CUBLAS, Plan, Site
 from asyncengine.kernels.cuda.linear.tables import PlanTable
 
@@ -26,7 +27,7 @@ def test_every_matrix_of_a_greedy_step_has_plans(model: str) -> None:
     c = read_model(model)
     assert [site.activation for site in tried].count("argmax") == 1, "and the head that samples otherwise is not there"
     assert len(tried) == 5
-    bytes_ = [site.weight_bytes for site in tried]
+    bytes_ = [weight_bytes(site) for site in tried]
     assert bytes_ == sorted(bytes_, reverse=True)
     for site, plans in tried.items():
         assert 0 < len(plans) <= 7

@@ -11,6 +11,7 @@ import pytest
 from asyncengine.cli.main import main
 from asyncengine.kernels.cuda.gpu import A100, B200, H200, L40S, Gpu
 from asyncengine.kernels.cuda.linear.choose import Choice, choose
+from asyncengine.kernels.cuda.linear.formats.registry import runs_on, shared_bytes
 from asyncengine.kernels.cuda.linear.plan import CUBLAS, INVARIANT, Plan, Site
 from asyncengine.kernels.cuda.linear.tables import PlanTable, keep
 
@@ -94,8 +95,8 @@ def test_plans_of_every_card_can_run(
     assert {site.weight for site in choices} == {"bf16", *(["fp8"] if quantization == "fp8" else [])}
     for site, (plan, source) in choices.items():
         assert plan.fits(site.columns, site.inner, site.activation == "silu_mul")
-        assert plan.runs_on(gpu, site.weight)
-        assert plan.shared_bytes(site.weight) <= gpu.shared_bytes
+        assert runs_on(plan, gpu, site.weight)
+        assert shared_bytes(plan, site.weight) <= gpu.shared_bytes
         assert gpu.tma or (plan.kind != "tma" and source in ("default", "formula"))
 
 

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from asyncengine.kernels.cuda.gpu import B200, H200, L40S, Gpu
 from asyncengine.kernels.cuda.linear.choose import default_plan
+from asyncengine.kernels.cuda.linear.formats.registry import runs_on
 from asyncengine.kernels.cuda.linear.plan import INVARIANT, MAX_ROWS, Plan, Site, round_rows
 from asyncengine.kernels.cuda.linear.residual import Residual
 from asyncengine.kernels.cuda.linear.tables import PlanTable
@@ -391,7 +392,7 @@ def test_default_plans_fit(columns: int, inner: int, rows: int, gated: bool, gpu
     site = Site(columns, inner, round_rows(rows), "none", "silu_mul" if gated else None, False, not gated, "fp8")
     plan = default_plan(site, gpu)
     assert plan.fits(columns, inner, gated)
-    assert plan.runs_on(gpu, "fp8")
+    assert runs_on(plan, gpu, "fp8")
     if plan.kind == "cublas":
         assert site.weight_rows % 16 == 0
         assert inner % 16 == 0

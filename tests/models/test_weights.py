@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from asyncengine._core import StepBatch
 from asyncengine.errors import UnsupportedModelError
 from asyncengine.kernels.cpu.base import Residual as HostResidual
 from asyncengine.kernels.cpu.ops import CpuOps
@@ -18,6 +19,7 @@ from asyncengine.kernels.cpu.reference import ReferenceOps
 from asyncengine.kernels.cuda.linear.residual import Residual as DeviceResidual
 from asyncengine.kernels.cuda.ops import CudaOps
 from asyncengine.kernels.float8 import pack_float8, quantize
+from asyncengine.kernels.ops import Norm
 from asyncengine.kernels.weight import DENSE, FLOAT8, PackedWeight, common_format, dense
 from asyncengine.models.config import RawConfig
 from asyncengine.models.llama import LayerWeights, mlp_block
@@ -176,6 +178,37 @@ def test_float8_is_made_of_projections_and_of_nothing_else(checkpoint: Path) -> 
     assert not isinstance(choose_format("none"), Float8AtLoad)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_format_without_native_kernels_is_unpacked_for_each_product(dtype: torch.dtype) -> None:
+    """The CPU multiplies float8 as the twin does, and a row by itself as among others."""
+
+    def random(*shape: int, seed: int) -> Tensor:
+        return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+    up = [pack_float8(random(n, 32, seed=n)) for n in (40, 24)]
+    down, head = pack_float8(random(32, 64, seed=1)), pack_float8(random(57, 32, seed=2))
+    biases = [random(40, seed=3), None]
+    norm, x = Norm(random(32, seed=4), None, 1e-6), random(5, 32, seed=5)
+
+    def run(ops: Any, rows: slice) -> tuple[Tensor, ...]:
+        residual, count = HostResidual(x[rows].clone()), len(x[rows])
+        inner = ops.norm_linear(residual, norm, ops.make_linear(up, biases), "gelu_tanh").clone()
+        ops.linear_add_(inner, ops.make_linear([down], [None]), residual)
+        places = list(range(count))
+        batch = StepBatch([0] * count, places, places, [0, count], [0], [[0]], places)
+        return inner, residual.pending.clone(), ops.logits(residual, norm, ops.make_head(head), batch).clone()
+
+    cpu, whole = CpuOps(2), slice(0, 5)
+    got = run(cpu, whole)
+    assert [part.dtype for part in got] == [dtype, dtype, torch.float32]
+    for part, twin in zip(got, run(ReferenceOps(), whole), strict=True):
+        spread = 2e-6 if dtype == torch.float32 else 2.0**-4  # an eighth of float8 where rounding falls the other way
+        assert (part - twin).abs().max() <= spread * twin.abs().max()
+    for row in range(5):
+        alone = run(cpu, slice(row, row + 1))
+        assert all(torch.equal(one, part[row : row + 1]) for one, part in zip(alone, got, strict=True))
+
+
 def test_formats_that_a_package_lacks_raise() -> None:
     plain = dense(torch.ones(4, 8))
     packed = PackedWeight("ternary", {"weight": torch.ones(4, 8)}, 4, 8)
@@ -183,7 +216,7 @@ def test_formats_that_a_package_lacks_raise() -> None:
     with pytest.raises(ValueError, match="'ternary' are not implemented here, but dense"):
         cpu.make_linear([packed], [None])
     with pytest.raises(ValueError, match="'float8' are not implemented here, but dense"):
-        cpu.make_head(pack_float8(torch.ones(4, 8)))
+        cpu.make_embedding(pack_float8(torch.ones(4, 8)), tied=False)
     with pytest.raises(ValueError, match="one format, got dense, ternary"):
         cpu.make_linear([plain, packed], [None, None])
     with pytest.raises(ValueError, match="got none"):

@@ -13,35 +13,23 @@ from typing import get_args
 import torch
 from torch import Tensor
 
-from asyncengine._core import ActivationFunction, CpuKernels, CpuLinear, CpuNorm, Dtype, PagedKV, StepBatch
+from asyncengine._core import ActivationFunction, CpuKernels, CpuNorm, Dtype, PagedKV, StepBatch
 from asyncengine.kernels.cpu.base import BaseOps, PrefillAttention, Residual
-from asyncengine.kernels.cpu.memory import HugePages, Result, ResultPool
+from asyncengine.kernels.cpu.checks import check, check_heads, check_rows, native_dtype
+from asyncengine.kernels.cpu.linear.formats.base import Native
+from asyncengine.kernels.cpu.linear.formats.dense import Dense
+from asyncengine.kernels.cpu.linear.formats.registry import format_of
+from asyncengine.kernels.cpu.linear.handle import CpuLinearHandle, UnpackedHandle
+from asyncengine.kernels.cpu.linear.panels import Panels
+from asyncengine.kernels.cpu.memory import Result, ResultPool
 from asyncengine.kernels.float8 import FLOAT8
 from asyncengine.kernels.ops import Activation, AttentionLayer, LayerKVCache, Norm, is_gated
-from asyncengine.kernels.weight import DENSE, PackedWeight, tensors_of
+from asyncengine.kernels.weight import PackedWeight
 
-_DTYPES = {torch.float32: Dtype.float32, torch.bfloat16: Dtype.bfloat16}
 # The function, and whether it is gated.
 _ACTIVATIONS: dict[Activation, tuple[ActivationFunction, bool]] = {
     name: (ActivationFunction.__members__[name.removesuffix("_mul")], is_gated(name)) for name in get_args(Activation)
 }
-
-
-@dataclass(slots=True)
-class CpuLinearHandle:
-    """Weight matrices that share their input."""
-
-    native: CpuLinear
-    in_features: int
-    out_features: int
-    dtype: torch.dtype
-    tensors: tuple[Tensor, ...]  # what native points to
-    product: Result  # of norm_linear
-    added: Result  # of linear_add_
-    # The norm and the table of positions last used with this handle. They were checked then.
-    norm: Norm | None = None
-    native_norm: CpuNorm | None = None
-    position_table: Tensor | None = None
 
 
 @dataclass(slots=True)
@@ -62,7 +50,7 @@ class _Cache:
     attended: Result | None = None
 
 
-class CpuOps(BaseOps[CpuLinearHandle]):
+class CpuOps(BaseOps[CpuLinearHandle | UnpackedHandle]):
     """One thread pool and its scratch memory; not for two threads at the same time.
 
     Tensors are float32 or bfloat16, all of one call in the same dtype, their last axis contiguous.
@@ -78,7 +66,7 @@ class CpuOps(BaseOps[CpuLinearHandle]):
         # The results that a model received last and hands back next, and the parts of its residual: they need no
         # checks.
         self._last = self._embedded = self._added = Result(0, torch.float32)
-        self._panel_memory = HugePages()
+        self._panels = Panels(self._native)
 
     @property
     def native(self) -> CpuKernels:
@@ -94,45 +82,24 @@ class CpuOps(BaseOps[CpuLinearHandle]):
     def num_threads(self) -> int:
         return self._native.num_threads
 
-    def make_linear(self, weights: Sequence[PackedWeight], biases: Sequence[Tensor | None]) -> CpuLinearHandle:
-        """A handle for weights [N_i, K] and biases [N_i].
-
-        Contiguous weights are read where they lie. Weights that are all the transpose of a contiguous [K, N_i] are
-        copied into panels, which are faster: 0.7 of the time at 14 rows, 0.95 in prefill.
-        """
+    def make_linear(
+        self, weights: Sequence[PackedWeight], biases: Sequence[Tensor | None]
+    ) -> CpuLinearHandle | UnpackedHandle:
+        """A handle for weights [N_i, K] and biases [N_i], in any format of linear/formats."""
         if len(biases) != len(weights):
             raise ValueError(f"{len(weights)} weights, but {len(biases)} biases")
-        tensors = tensors_of(weights, "weight", DENSE)
-        return self._make_handle(tensors, biases, panels=all(_is_transposed(w) for w in tensors))
+        form = format_of(weights)
+        packed = form.pack(weights, biases, self._panels, rearrange=False)
+        return UnpackedHandle(form, weights, biases) if packed is None else self._handle(weights, packed)
 
     def make_embedding(self, table: PackedWeight, *, tied: bool, copy: bool = False) -> CpuLinearHandle:
-        return self._make_handle(tensors_of([table], "weight", DENSE), [None], panels=tied and copy)
+        """A handle for a dense table."""
+        return self._handle([table], Dense().pack([table], [None], self._panels, rearrange=tied and copy))
 
-    def _make_handle(
-        self, weights: Sequence[Tensor], biases: Sequence[Tensor | None], *, panels: bool
-    ) -> CpuLinearHandle:
-        """Weights that are contiguous, or for panels all contiguous or all transposed."""
-        k, dtype, native_dtype = weights[0].shape[-1], weights[0].dtype, _dtype(weights[0])
-        rows = [w.shape[0] for w in weights]
-        for weight, bias in zip(weights, biases, strict=True):
-            n = weight.shape[0]
-            stored, shape = (weight.T, (k, n)) if panels and _is_transposed(weight) else (weight, (n, k))
-            _check(stored, dtype, shape, "weight")
-            if bias is not None:
-                _check(bias, dtype, (n,), "bias")
-        if panels:
-            weights = [self._panels(w) for w in weights]
-        native = CpuLinear(
-            [w.data_ptr() for w in weights],
-            rows,
-            [0 if b is None else b.data_ptr() for b in biases],
-            k,
-            native_dtype,
-            panels,
-        )
-        tensors = (*weights, *(b for b in biases if b is not None))
-        product, added = (self._result(name, sum(rows), dtype) for name in ("product", "added"))
-        return CpuLinearHandle(native, k, sum(rows), dtype, tensors, product, added)
+    def _handle(self, weights: Sequence[PackedWeight], packed: Native) -> CpuLinearHandle:
+        rows, (native, tensors, dtype) = sum(weight.out_features for weight in weights), packed
+        product, added = (self._result(name, rows, dtype) for name in ("product", "added"))
+        return CpuLinearHandle(native, weights[0].in_features, rows, dtype, tensors, product, added)
 
     def _result(self, name: str, width: int, dtype: torch.dtype) -> Result:
         """The one of that name, for all layers."""
@@ -142,28 +109,17 @@ class CpuOps(BaseOps[CpuLinearHandle]):
             found = self._shared[key] = Result(width, dtype)
         return found
 
-    def _panels(self, weight: Tensor) -> Tensor:
-        """weight [N, K] as [N / W, K / P, W, P], W the vector width, P elements in 4 bytes.
-
-        Zeros fill N up to two panels and K to a multiple of panel_steps.
-        """
-        dtype, width, parts = _dtype(weight), self._native.vector_width, 4 // weight.element_size()
-        n, k = weight.shape
-        filled_n, filled_k = n + -n % (2 * width), k + -k % self._native.panel_steps(dtype)
-        panels = self._panel_memory.empty((filled_n // width, filled_k // parts, width, parts), weight.dtype)
-        self._native.pack_panels(dtype, weight.data_ptr(), _is_transposed(weight), n, k, panels.data_ptr())
-        return panels
-
     def embed(
         self,
         batch: StepBatch,
-        embedding: CpuLinearHandle,
+        embedding: CpuLinearHandle | UnpackedHandle,
         position_table: Tensor | None = None,
         scale: float = 1.0,
     ) -> Residual:
+        assert isinstance(embedding, CpuLinearHandle)
         if position_table is not embedding.position_table and position_table is not None:
             shape = (position_table.shape[0], embedding.in_features)
-            _check(position_table, embedding.dtype, shape, "position_table")
+            check(position_table, embedding.dtype, shape, "position_table")
             embedding.position_table = position_table
         positions = 0 if position_table is None else position_table.data_ptr()
         result, rows = self._result("residual", embedding.in_features, embedding.dtype), batch.num_tokens
@@ -173,21 +129,32 @@ class CpuOps(BaseOps[CpuLinearHandle]):
         self._embedded = result
         return Residual(result.tensor)
 
-    def linear(self, x: Tensor, handle: CpuLinearHandle, out_dtype: torch.dtype | None = None) -> Tensor:
+    def linear(
+        self, x: Tensor, handle: CpuLinearHandle | UnpackedHandle, out_dtype: torch.dtype | None = None
+    ) -> Tensor:
         """x [M, K] (rows may be strided) -> [M, ΣN_i] in x's dtype, or in float32 if out_dtype says so."""
-        out_dtype = out_dtype or handle.dtype
-        _check_rows(x, handle)
-        if out_dtype not in (handle.dtype, torch.float32):
-            raise ValueError(f"out_dtype must be {handle.dtype} or torch.float32, got {out_dtype}")
+        out_dtype = out_dtype or x.dtype
+        check_rows(x, x.dtype if isinstance(handle, UnpackedHandle) else handle.dtype, handle.in_features)
+        if out_dtype not in (x.dtype, torch.float32):
+            raise ValueError(f"out_dtype must be {x.dtype} or torch.float32, got {out_dtype}")
         y = self._results.empty((x.shape[0], handle.out_features), out_dtype)
+        if isinstance(handle, UnpackedHandle):
+            handle.form.launch(self._native, handle.weights, handle.biases, x, y)
+            return y
         in_float32 = out_dtype == torch.float32
         self._native.linear(handle.native, x.data_ptr(), x.stride(0), x.shape[0], y.data_ptr(), in_float32)
         return y
 
     def norm_linear(
-        self, residual: Residual, norm: Norm, handle: CpuLinearHandle, activation: Activation | None = None
+        self,
+        residual: Residual,
+        norm: Norm,
+        handle: CpuLinearHandle | UnpackedHandle,
+        activation: Activation | None = None,
     ) -> Tensor:
         """The next call for as many features writes the same memory, unless the activation is gated."""
+        if isinstance(handle, UnpackedHandle):
+            return super().norm_linear(residual, norm, handle, activation)
         function, gated = (None, False) if activation is None else _ACTIVATIONS[activation]
         y = self._norm_linear(residual, norm, handle, handle.product, None if gated else function)
         if activation is not None and gated:
@@ -195,7 +162,9 @@ class CpuOps(BaseOps[CpuLinearHandle]):
         self._last = handle.product
         return y
 
-    def _logits(self, residual: Residual, norm: Norm, handle: CpuLinearHandle) -> Tensor:
+    def _logits(self, residual: Residual, norm: Norm, handle: CpuLinearHandle | UnpackedHandle) -> Tensor:
+        if isinstance(handle, UnpackedHandle):
+            return super()._logits(residual, norm, handle)
         result = self._result("logits", handle.out_features, torch.float32)
         return self._norm_linear(residual, norm, handle, result, None)
 
@@ -214,14 +183,14 @@ class CpuOps(BaseOps[CpuLinearHandle]):
             rows, x = embedded.rows, embedded.address
         else:
             rows, x = tensor.shape[0], tensor.data_ptr()
-            _check(tensor, handle.dtype, (rows, handle.in_features), "the residual")
+            check(tensor, handle.dtype, (rows, handle.in_features), "the residual")
         to = 0
         if pending is not None:
             to = x
             if pending is added.tensor and added.width == handle.in_features and added.rows == rows:
                 x = added.address
             else:
-                _check(pending, handle.dtype, (rows, handle.in_features), "what is added")
+                check(pending, handle.dtype, (rows, handle.in_features), "what is added")
                 x = pending.data_ptr()
             residual.pending = None
         if result.rows != rows:
@@ -232,19 +201,24 @@ class CpuOps(BaseOps[CpuLinearHandle]):
         return result.tensor
 
     def _put_norm(self, norm: Norm, handle: CpuLinearHandle) -> None:
-        _check(norm.weight, handle.dtype, (handle.in_features,), "weight")
+        check(norm.weight, handle.dtype, (handle.in_features,), "weight")
         if norm.bias is not None:
-            _check(norm.bias, handle.dtype, (handle.in_features,), "bias")
+            check(norm.bias, handle.dtype, (handle.in_features,), "bias")
         bias = 0 if norm.bias is None else norm.bias.data_ptr()
         handle.norm, handle.native_norm = norm, CpuNorm(norm.weight.data_ptr(), bias, norm.eps)
 
-    def linear_add_(self, x: Tensor, handle: CpuLinearHandle, residual: Residual, norm: Norm | None = None) -> None:
+    def linear_add_(
+        self, x: Tensor, handle: CpuLinearHandle | UnpackedHandle, residual: Residual, norm: Norm | None = None
+    ) -> None:
         assert residual.pending is None
+        if isinstance(handle, UnpackedHandle):
+            super().linear_add_(x, handle, residual, norm)
+            return
         last, result = self._last, handle.added
         if x is last.tensor and last.width == handle.in_features and last.dtype is handle.dtype:
             address, stride, rows = last.address, last.width, last.rows
         else:
-            _check_rows(x, handle)
+            check_rows(x, handle.dtype, handle.in_features)
             address, stride, rows = x.data_ptr(), x.stride(0), x.shape[0]
         if result.rows != rows:
             result.resize(rows)
@@ -267,11 +241,11 @@ class CpuOps(BaseOps[CpuLinearHandle]):
         rows, width = x.shape
         if x.stride(1) != 1:
             raise ValueError(f"x must have contiguous rows, got strides {x.stride()}")
-        _check(norm.weight, x.dtype, (width,), "weight")
+        check(norm.weight, x.dtype, (width,), "weight")
         if norm.bias is not None:
-            _check(norm.bias, x.dtype, (width,), "bias")
+            check(norm.bias, x.dtype, (width,), "bias")
         if residual is not None:
-            _check(residual, x.dtype, (rows, width), "residual")
+            check(residual, x.dtype, (rows, width), "residual")
         self._native.norm(
             _dtype(x),
             x.data_ptr(),
@@ -289,9 +263,9 @@ class CpuOps(BaseOps[CpuLinearHandle]):
 
     def head_rms_norm_(self, x: Tensor, weight: Tensor, eps: float) -> None:
         """RMS norm over the last axis of the view x [T, H, D], in place."""
-        _check_heads(x, x.dtype, "x")
+        check_heads(x, x.dtype, "x")
         tokens, heads, dim = x.shape
-        _check(weight, x.dtype, (dim,), "weight")
+        check(weight, x.dtype, (dim,), "weight")
         p, stride = x.data_ptr(), x.stride(0)
         self._native.norm(_dtype(x), p, stride, 0, weight.data_ptr(), 0, p, stride, tokens, heads, dim, eps)
 
@@ -307,7 +281,7 @@ class CpuOps(BaseOps[CpuLinearHandle]):
 
     def soft_cap_(self, x: Tensor, cap: float) -> Tensor:
         rows, width = x.shape
-        _check(x, torch.float32, (rows, width), "x")
+        check(x, torch.float32, (rows, width), "x")
         self._native.soft_cap(x.data_ptr(), rows, width, cap)
         return x
 
@@ -317,10 +291,10 @@ class CpuOps(BaseOps[CpuLinearHandle]):
         cos_sin is float32 [max_positions, D]: D/2 cosines, then D/2 sines. positions is int64 [T], each
         below max_positions (not checked).
         """
-        _check(cos_sin, torch.float32, (cos_sin.shape[0], q.shape[-1]), "cos_sin")
-        _check(positions, torch.int64, (q.shape[0],), "positions")
+        check(cos_sin, torch.float32, (cos_sin.shape[0], q.shape[-1]), "cos_sin")
+        check(positions, torch.int64, (q.shape[0],), "positions")
         for x in (q, k):
-            _check_heads(x, q.dtype, "q and k")
+            check_heads(x, q.dtype, "q and k")
             tokens, heads, dim = x.shape
             if dim % 2 or tokens != q.shape[0] or dim != q.shape[2]:
                 raise ValueError(f"q {list(q.shape)} and k {list(k.shape)} must match, and D be even")
@@ -343,7 +317,7 @@ class CpuOps(BaseOps[CpuLinearHandle]):
         cache = self._cache(k_cache, v_cache, scales, k.dtype).native
         expected = (batch.num_tokens, k_cache.shape[1], k_cache.shape[2])
         for x in (k, v):
-            _check_heads(x, k.dtype if scales is not None else k_cache.dtype, "k and v")
+            check_heads(x, k.dtype if scales is not None else k_cache.dtype, "k and v")
             if x.shape != expected:
                 raise ValueError(f"k and v must be {list(expected)}, got {list(x.shape)}")
         self._native.store_kv(_dtype(k), k.data_ptr(), k.stride(0), v.data_ptr(), v.stride(0), cache, batch)
@@ -365,7 +339,7 @@ class CpuOps(BaseOps[CpuLinearHandle]):
         q may also hold just the tokens of the leading rows; the other rows are then left out.
         """
         cache = self._cache(k_cache, v_cache, scales, q.dtype).native
-        _check_heads(q, q.dtype if scales is not None else k_cache.dtype, "q")
+        check_heads(q, q.dtype if scales is not None else k_cache.dtype, "q")
         tokens, heads, dim = q.shape
         if dim != k_cache.shape[2] or heads % k_cache.shape[1] or tokens > batch.num_tokens:
             raise ValueError(f"q {list(q.shape)} does not fit the cache {list(k_cache.shape)} and the batch")
@@ -389,7 +363,7 @@ class CpuOps(BaseOps[CpuLinearHandle]):
         if heads is last.tensor and last.width == seen.heads_width and last.dtype is seen.dtype:
             address, rows = last.address, last.rows
         else:
-            _check(heads, seen.dtype, (batch.num_tokens, seen.heads_width), "heads")
+            check(heads, seen.dtype, (batch.num_tokens, seen.heads_width), "heads")
             address, rows = heads.data_ptr(), heads.shape[0]
         self.prepare_heads(heads, seen.head_dim, layer, batch)
         if result.rows != rows:
@@ -412,7 +386,7 @@ class CpuOps(BaseOps[CpuLinearHandle]):
 
         -1 where the logits hold NaN or +inf, or no finite value.
         """
-        _check(logits, torch.float32, (batch.num_samples, logits.shape[-1]), "logits")
+        check(logits, torch.float32, (batch.num_samples, logits.shape[-1]), "logits")
         tokens = torch.empty(logits.shape[0], dtype=torch.int32)
         self._native.sample(logits.data_ptr(), logits.shape[-1], batch, tokens.data_ptr())
         return tokens
@@ -428,9 +402,9 @@ class CpuOps(BaseOps[CpuLinearHandle]):
             dtype = stored
         else:
             stored, scales_at = FLOAT8, scales.data_ptr()
-            _check(scales, torch.float32, (2, 2, heads), "scales")
-        _check(k_cache, stored, (blocks, heads, dim, block_size), "k_cache")
-        _check(v_cache, stored, (blocks, heads, block_size, dim), "v_cache")
+            check(scales, torch.float32, (2, 2, heads), "scales")
+        check(k_cache, stored, (blocks, heads, dim, block_size), "k_cache")
+        check(v_cache, stored, (blocks, heads, block_size, dim), "v_cache")
         native = PagedKV(k_cache.data_ptr(), v_cache.data_ptr(), heads, dim, block_size, scales_at)
         k, v = weakref.ref(k_cache), weakref.ref(v_cache)
         found = _Cache(k, v, scales, native, dtype, native_dtype(dtype), heads, dim)
@@ -438,41 +412,5 @@ class CpuOps(BaseOps[CpuLinearHandle]):
         return found
 
 
-def _is_transposed(weight: Tensor) -> bool:
-    return not weight.is_contiguous() and weight.T.is_contiguous()
-
-
 def _dtype(x: Tensor) -> Dtype:
     return native_dtype(x.dtype)
-
-
-def native_dtype(dtype: torch.dtype) -> Dtype:
-    """The kernels' name of it. Raises ValueError if they do not take it."""
-    try:
-        return _DTYPES[dtype]
-    except KeyError:
-        raise ValueError(f"CPU kernels take float32 and bfloat16, got {dtype}") from None
-
-
-def _check(x: Tensor, dtype: torch.dtype, shape: tuple[int, ...], name: str) -> None:
-    if x.dtype != dtype or x.shape != shape or not x.is_contiguous():
-        raise ValueError(
-            f"{name} must be contiguous {dtype} {list(shape)}, got {x.dtype} {list(x.shape)} with strides {x.stride()}"
-        )
-
-
-def _check_rows(x: Tensor, handle: CpuLinearHandle) -> None:
-    if x.dtype != handle.dtype or x.dim() != 2 or x.shape[1] != handle.in_features or x.stride(1) != 1:
-        raise ValueError(
-            f"x must be {handle.dtype} [tokens, {handle.in_features}] with contiguous rows, "
-            f"got {x.dtype} {list(x.shape)} with strides {x.stride()}"
-        )
-
-
-def _check_heads(x: Tensor, dtype: torch.dtype, name: str) -> None:
-    packed = x.dim() == 3 and x.stride(2) == 1 and (x.shape[1] == 1 or x.stride(1) == x.shape[2])
-    if x.dtype != dtype or not packed:
-        raise ValueError(
-            f"{name} must be {dtype} [tokens, heads, head_dim] with contiguous heads, "
-            f"got {x.dtype} {list(x.shape)} with strides {x.stride()}"
-        )

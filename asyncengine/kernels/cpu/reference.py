@@ -11,30 +11,28 @@ from torch import Tensor
 
 from asyncengine._core import StepBatch
 from asyncengine.kernels.cpu.base import BaseOps, Residual
+from asyncengine.kernels.cpu.linear.formats.base import Format
+from asyncengine.kernels.cpu.linear.formats.registry import format_of
 from asyncengine.kernels.cpu.paging import gather_kv, visible
-from asyncengine.kernels.float8 import quantize, unpack_float8
 from asyncengine.kernels.float8_cache import quantize_heads
 from asyncengine.kernels.ops import Activation, Norm, is_gated
-from asyncengine.kernels.weight import DENSE, FLOAT8, PackedWeight, common_format, tensors_of
+from asyncengine.kernels.weight import PackedWeight
 
 
 @dataclass(frozen=True)
 class ReferenceLinear:
     weights: tuple[Tensor, ...]
     biases: tuple[Tensor | None, ...]
-    quantizes: bool = False
-    """Inputs are rounded to float8, as the weights were."""
+    form: Format
 
 
 class ReferenceOps(BaseOps[ReferenceLinear]):
     """Implements ``asyncengine.kernels.ops.Ops``."""
 
     def make_linear(self, weights: Sequence[PackedWeight], biases: Sequence[Tensor | None]) -> ReferenceLinear:
-        """Weights in float8 become float32, the same numbers."""
-        if common_format(weights) != FLOAT8:
-            return ReferenceLinear(tuple(tensors_of(weights, "weight", DENSE)), tuple(biases))
-        matrices = tuple(matrix.dequantize() for matrix in unpack_float8(weights))
-        return ReferenceLinear(matrices, tuple(biases), quantizes=True)
+        """Weights are unpacked once."""
+        form = format_of(weights)
+        return ReferenceLinear(tuple(form.unpack(weight) for weight in weights), tuple(biases), form)
 
     def embed(
         self,
@@ -50,9 +48,9 @@ class ReferenceOps(BaseOps[ReferenceLinear]):
         return Residual(x)
 
     def linear(self, x: Tensor, handle: ReferenceLinear, out_dtype: torch.dtype | None = None) -> Tensor:
-        wanted = dtype = out_dtype or x.dtype
-        if handle.quantizes:
-            x, dtype = quantize(x).dequantize(), torch.float32
+        wanted = out_dtype or x.dtype
+        x = handle.form.operand(x)
+        dtype = torch.promote_types(x.dtype, wanted)
         parts = [
             F.linear(x.to(dtype), w.to(dtype), None if b is None else b.to(dtype))
             for w, b in zip(handle.weights, handle.biases, strict=True)

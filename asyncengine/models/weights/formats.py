@@ -11,7 +11,7 @@ from typing import Protocol
 from torch import Tensor
 
 from asyncengine.kernels.float8 import Quantization, pack_float8
-from asyncengine.kernels.weight import PackedWeight, dense
+from asyncengine.kernels.weight import DENSE, FLOAT8, PackedWeight, dense
 from asyncengine.models.weights.shard import WHOLE, Part
 
 
@@ -40,6 +40,9 @@ class TensorSource(Protocol):
 class WeightFormat(Protocol):
     """A way in which a checkpoint stores its matrices."""
 
+    packed: str
+    """Format of the packed weights of projections."""
+
     def weight(
         self, tensors: TensorSource, module: str, shape: tuple[int, int], part: Part, *, transposed: bool
     ) -> PackedWeight:
@@ -51,6 +54,8 @@ class WeightFormat(Protocol):
 
 class Dense:
     """Each matrix is one tensor of floats, named MODULE.weight."""
+
+    packed = DENSE
 
     def weight(
         self, tensors: TensorSource, module: str, shape: tuple[int, int], part: Part, *, transposed: bool
@@ -65,6 +70,8 @@ class Dense:
 class Float8AtLoad(Dense):
     """A dense checkpoint whose projections become float8 when they are read. Embedding and head stay dense."""
 
+    packed = FLOAT8
+
     def weight(
         self, tensors: TensorSource, module: str, shape: tuple[int, int], part: Part, *, transposed: bool
     ) -> PackedWeight:
@@ -74,6 +81,9 @@ class Float8AtLoad(Dense):
         return packed
 
 
+_AT_LOAD: dict[Quantization, WeightFormat] = {"none": Dense(), "fp8": Float8AtLoad()}
+
+
 def choose_format(quantization: Quantization) -> WeightFormat:
     """The format in which a dense checkpoint's weights are wanted."""
-    return Float8AtLoad() if quantization == "fp8" else Dense()
+    return _AT_LOAD[quantization]

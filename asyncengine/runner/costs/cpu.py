@@ -181,7 +181,7 @@ def time_host_attention(
         return []
     most, heads = config.num_hybrid_workers, (model.num_heads, model.num_kv_heads, model.head_dim)
     kind = Dtype.float32 if dtype == "float32" else Dtype.bfloat16
-    float8, measured = config.kv_cache_dtype == "fp8", []
+    float8, measured = config.float8_cache, []
     for workers in sorted({1, max(1, most // 2), most}):
         for tokens in HOST_TOKENS:
             shape = (kind, *heads, config.block_size, transposed_keys, workers, tokens)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from asyncengine._core import CudaDevice, CudaGraphs, GraphLink, HostExchange, HostPool, HostWorkers, LinkJobs
 from asyncengine.config import EngineConfig
-from asyncengine.kernels.cpu.ops import native_dtype
+from asyncengine.kernels.cpu.checks import native_dtype
 from asyncengine.kernels.cuda.attention.link import LinkRows, attend
 from asyncengine.kernels.cuda.rows.lanes import HostLanes
 from asyncengine.runner.state.memory import attention_layers, host_view, kv_dtype

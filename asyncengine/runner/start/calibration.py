@@ -73,7 +73,7 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, layer: AttentionLayer) -> Tensor:
 
 def with_kv_scales(config: EngineConfig, loaded: LoadedModel, ops: CudaOps) -> LoadedModel:
     """Return the model with the scales that its cache needs, if the cache is in float8 and the checkpoint has none."""
-    if config.kv_cache_dtype != "fp8" or loaded.kv_scales is not None:
+    if not config.float8_cache or loaded.kv_scales is not None:
         return loaded
     return replace(loaded, kv_scales=with_inverses(calibrate_device(loaded, ops)))
 

@@ -22,6 +22,7 @@ from triton import TritonError
 from asyncengine.kernels.cuda.gpu import Gpu
 from asyncengine.kernels.cuda.launch.compiling import compile_launches
 from asyncengine.kernels.cuda.launch.programmatic import TmaOptions
+from asyncengine.kernels.cuda.linear.formats.registry import format_of_kind, weight_bytes
 from asyncengine.kernels.cuda.linear.handle import CudaLinear
 from asyncengine.kernels.cuda.linear.plan import Plan, Site
 from asyncengine.kernels.cuda.linear.residual import Residual, Unnormed
@@ -29,7 +30,6 @@ from asyncengine.kernels.cuda.linear.tables import PlanTable
 from asyncengine.kernels.cuda.ops import CudaBatch, CudaOps, CudaOptions
 from asyncengine.kernels.cuda.sampling.sample import sample
 from asyncengine.kernels.cuda.step.tensors import DeviceStep, allocate_step
-from asyncengine.kernels.float8 import quantize
 from asyncengine.kernels.ops import Norm
 
 logger = logging.getLogger(__name__)
@@ -122,13 +122,12 @@ class _Case:
         def random(*shape: int) -> Tensor:
             return torch.randn(*shape, device=device).to(torch.bfloat16)
 
-        calls = calls or min(_MAX_CALLS, max(_MIN_CALLS, -(-_COLD_BYTES // site.weight_bytes)))
-        handles = []
+        calls = calls or min(_MAX_CALLS, max(_MIN_CALLS, -(-_COLD_BYTES // weight_bytes(site))))
+        handles, form = [], format_of_kind(site.weight)
         for _ in range(calls):
             weight = random(site.weight_rows, site.inner).mul_(site.inner**-0.5)
             bias = random(site.weight_rows) if site.bias else None
-            stored = quantize(weight) if site.weight == "fp8" else weight
-            handles.append(CudaLinear(stored, bias, site.weight_rows))
+            handles.append(CudaLinear(form.make(weight), bias, site.weight_rows))
         width = site.columns if site.add else site.inner
         norm = Norm(random(width), random(width) if site.norm == "layer" else None, 1e-5)
         step = allocate_step(site.rows, 1, site.rows, site.rows, device)
@@ -149,7 +148,7 @@ class _Case:
             return
         residual = Residual(self._residual)
         ops.linear_add_(self._x, handle, residual)
-        if residual.state == "put off" or (self.site.rows > 1 and self.site.weight == "bf16"):
+        if residual.state == "put off" or (self.site.rows > 1 and handle.format.prepares_norms):
             norm_behind(residual, self._norm, pdl=ops.options.pdl)
 
 

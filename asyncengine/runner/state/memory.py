@@ -28,7 +28,7 @@ _BYTES_PER_GRAPH = 2 << 20
 
 def kv_dtype(config: EngineConfig, dtype: torch.dtype) -> torch.dtype:
     """Return the dtype of keys and values in the cache, for a model in ``dtype``."""
-    return FLOAT8 if config.kv_cache_dtype == "fp8" else dtype
+    return FLOAT8 if config.float8_cache else dtype
 
 
 def block_bytes(model: ModelConfig, block_size: int, dtype: torch.dtype) -> int:

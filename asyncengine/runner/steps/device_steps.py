@@ -81,7 +81,7 @@ def attention_limits(config: EngineConfig, max_model_len: int) -> Limits:
 
 def step_buckets(config: EngineConfig, loaded: LoadedModel, ops: CudaOps, lanes: int = 0) -> list[Bucket]:
     """The buckets of a model's steps: short contexts have their own where another plan of attention is for them."""
-    kinds = attention_kinds(loaded.config, loaded.dtype, float8_cache=config.kv_cache_dtype == "fp8")
+    kinds = attention_kinds(loaded.config, loaded.dtype, float8_cache=config.float8_cache)
     limits = attention_limits(config, loaded.max_model_len)
     return choose_buckets(
         config.max_num_seqs,
@@ -132,7 +132,7 @@ class DeviceSteps:
         )
         self._sums = torch.zeros(config.max_num_seqs, loaded.config.hidden_size, device=ops.device)
         self._attention = StepAttention(
-            attention_kinds(loaded.config, loaded.dtype, float8_cache=config.kv_cache_dtype == "fp8"),
+            attention_kinds(loaded.config, loaded.dtype, float8_cache=config.float8_cache),
             attention_limits(config, loaded.max_model_len),
             ops.gpu,
             ops.device,

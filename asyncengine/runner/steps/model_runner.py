@@ -18,7 +18,8 @@ from asyncengine.api.model_info import ModelInfo
 from asyncengine.config import EngineConfig
 from asyncengine.errors import ConfigError
 from asyncengine.kernels.cpu.base import BaseOps
-from asyncengine.kernels.cpu.ops import CpuOps, native_dtype
+from asyncengine.kernels.cpu.checks import native_dtype
+from asyncengine.kernels.cpu.ops import CpuOps
 from asyncengine.kernels.float8_cache import with_inverses
 from asyncengine.kernels.ops import LayerCache, Ops
 from asyncengine.machine import total_memory
@@ -140,7 +141,7 @@ def load_model(config: EngineConfig, ops: Ops[Any, Any, Any], *, progress: bool 
         model_config = settle_head(model_config, tensors)
         weights = WeightSource(tensors, choose_format(config.quantization))
         model = family.build(model_config, weights, ops, max_model_len)
-        scales = kv_scales.stored(tensors, model_config) if config.kv_cache_dtype == "fp8" else None
+        scales = kv_scales.stored(tensors, model_config) if config.float8_cache else None
         tensors.finish()
     return LoadedModel(
         path,
@@ -201,7 +202,7 @@ class CpuModelRunner:
             if "can't allocate memory" not in str(e):  # torch has an error of its own for GPUs alone
                 raise
             raise ConfigError(f"the weights do not fit into memory; bfloat16 takes half of float32 ({e})") from e
-        if config.kv_cache_dtype == "fp8" and loaded.kv_scales is None:
+        if config.float8_cache and loaded.kv_scales is None:
             scales = kv_scales.calibrate_host(loaded.model, loaded.config, loaded.dtype, loaded.max_model_len, ops)
             loaded = replace(loaded, kv_scales=with_inverses(scales))
         num_blocks = kv_cache.choose_num_blocks(

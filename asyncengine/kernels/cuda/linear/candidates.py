@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from asyncengine.kernels.cuda.gpu import Gpu
 from asyncengine.kernels.cuda.linear.choose import fallback
+from asyncengine.kernels.cuda.linear.formats.registry import format_of_kind, shared_bytes
 from asyncengine.kernels.cuda.linear.plan import SKINNY_ROWS, Plan, Site
 
 
@@ -18,13 +19,13 @@ def candidates(site: Site, gpu: Gpu) -> Iterator[Plan]:
     for plan in (*whole, *(_tma(site, gpu) if gpu.tma else ())):
         if plan.fits(site.columns, site.inner, gated) and plan != fallback(site):
             yield plan
-            if site.weight == "fp8" and plan.fused_norm:
+            if format_of_kind(site.weight).own_rows and plan.fused_norm:
                 yield replace(plan, fused_norm=False)
 
 
 def _packed(site: Site) -> float:
     """Elements of the weight in half a register."""
-    return 2 if site.weight == "fp8" else 1
+    return 16 / format_of_kind(site.weight).bits[site.weight]
 
 
 def _vector(site: Site) -> Iterator[Plan]:
@@ -53,14 +54,14 @@ def _skinny(site: Site) -> Iterator[Plan]:
                 elif site.norm == "layer":
                     continue
                 elif per_thread <= 128 and of_x <= 128:
-                    fused = site.weight == "bf16" and site.rows * site.inner <= 8192
+                    fused = not format_of_kind(site.weight).own_rows and site.rows * site.inner <= 8192
                     for ahead in (1, 2, 3):
                         if ahead < steps and per_thread * (ahead + 1) <= 256:
                             yield Plan("skinny", columns, inner, warps, ahead=ahead, fused_norm=fused)
 
 
 def _tiled(site: Site, gpu: Gpu) -> Iterator[Plan]:
-    if site.rows == 1 and site.weight == "bf16":
+    if site.rows == 1 and not format_of_kind(site.weight).own_rows:
         return
     for rows in sorted({min(64, max(16, site.rows)), min(128, max(16, site.rows)), max(16, site.rows)}):
         for columns in (32, 64, 128):
@@ -76,13 +77,14 @@ def _tiled(site: Site, gpu: Gpu) -> Iterator[Plan]:
                     for warps in (4, 8):
                         accumulators = rows * columns / (32 * warps)
                         for stages in (3, 4, 6):
-                            shared = (rows + columns) * inner * (1 if site.weight == "fp8" else 2) * stages
+                            plan = Plan("tiled", columns, inner, warps, rows, split, stages, fused_norm=False)
+                            shared = shared_bytes(plan, site.weight)
                             if 4 <= accumulators <= 128 and 30_000 <= shared <= gpu.tile_bytes and stages <= steps + 2:
-                                yield Plan("tiled", columns, inner, warps, rows, split, stages, fused_norm=False)
+                                yield plan
 
 
 def _tma(site: Site, gpu: Gpu) -> Iterator[Plan]:
-    if site.rows < 8 or site.weight != "bf16":
+    if site.rows < 8 or not format_of_kind(site.weight).takes_tma(site):
         return
     for rows in (8, 16, 32, 64, 128, 256):
         if not site.rows <= 8 * rows <= 8 * site.rows:

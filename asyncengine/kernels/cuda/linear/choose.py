@@ -11,7 +11,7 @@ from functools import cache, partial
 from typing import Literal, NamedTuple
 
 from asyncengine.kernels.cuda.gpu import Gpu
-from asyncengine.kernels.cuda.linear.formats.registry import format_of_kind
+from asyncengine.kernels.cuda.linear.formats.registry import format_of_kind, runs_on
 from asyncengine.kernels.cuda.linear.plan import CUBLAS, INVARIANT, MAX_ROWS, Plan, Site, round_rows
 from asyncengine.kernels.cuda.linear.tables import PlanTable
 
@@ -40,7 +40,11 @@ def default_plan(site: Site, gpu: Gpu) -> Plan:
     plan = format_of_kind(site.weight).pattern(site, gpu)
     if plan is None or not plan.fits(site.columns, site.inner, site.activation == "silu_mul"):
         return fallback(site)
-    return plan if plan.runs_on(gpu, site.weight) else fallback(site)
+    return plan if runs_on(plan, gpu, site.weight) else fallback(site)
+
+
+def _takes_tma(site: Site) -> bool:
+    return format_of_kind(site.weight).takes_tma(site)
 
 
 def is_for_formula(site: Site) -> bool:
@@ -49,7 +53,7 @@ def is_for_formula(site: Site) -> bool:
     A table's plans for 256 rows multiply as many when there are 160. Where many products make an element, that is what
     takes the time: a step of the 8B with 160 rows takes 0.86 of it by cuBLAS, with 192 rows 0.90.
     """
-    many_products = site.inner > FEW_PRODUCTS and site.weight == "bf16" and site.activation != "argmax"
+    many_products = site.inner > FEW_PRODUCTS and _takes_tma(site) and site.activation != "argmax"
     return site.rows > MAX_ROWS or (many_products and MAX_ROWS // 2 < site.rows <= ROWS_OF_CUBLAS)
 
 
@@ -61,7 +65,7 @@ def plan_for_many_rows(site: Site, gpu: Gpu) -> Plan:
     cuBLAS multiplies faster, but leaves activations, norms and some sums to kernels of their own, which weigh more
     where few products make an element. Tiles are chosen such that the programs should be over first.
     """
-    if not gpu.tma or site.weight != "bf16" or site.inner > FEW_PRODUCTS or site.activation == "argmax":
+    if not gpu.tma or not _takes_tma(site) or site.inner > FEW_PRODUCTS or site.activation == "argmax":
         return fallback(site)
     plans = (
         Plan("tma", columns, 64, warps, rows, 1, gpu.tile_bytes // ((columns + rows) * 128), fused_norm=False)
@@ -96,13 +100,13 @@ class Choice(NamedTuple):
 
 def choose(site: Site, gpu: Gpu, table: PlanTable) -> Choice:
     """The plan of a site whose rows are not rounded."""
-    if site.weight == "fp32":
+    if format_of_kind(site.weight).takes_library_alone(site):
         return Choice(CUBLAS, "setting")
     if is_for_formula(site):
         return Choice(plan_for_many_rows(site, gpu), "formula")
     site = site._replace(rows=round_rows(site.rows))
     plan = table.find(site)
-    if plan is None or not plan.runs_on(gpu, site.weight):
+    if plan is None or not runs_on(plan, gpu, site.weight):
         return Choice(default_plan(site, gpu), "default")
     return Choice(plan, "measured" if table.is_measured(site) else "table")
 

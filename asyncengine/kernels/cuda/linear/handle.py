@@ -12,7 +12,7 @@ from asyncengine.kernels.cuda.linear.formats.base import Format, Matrix
 from asyncengine.kernels.cuda.linear.formats.registry import FORMATS, format_of
 from asyncengine.kernels.cuda.linear.plan import Fused, Site, norm_kind
 from asyncengine.kernels.ops import Norm
-from asyncengine.kernels.weight import PackedWeight, common_format
+from asyncengine.kernels.weight import PackedWeight, form_in
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +52,4 @@ class CudaLinear:
 
 def pack(weights: Sequence[PackedWeight], biases: Sequence[Tensor | None]) -> CudaLinear:
     """One matrix of weights that share their input. Raises ValueError for a format that the GPU does not have."""
-    if (name := common_format(weights)) not in FORMATS:
-        raise ValueError(f"weights in the format {name!r} are not implemented here, but {', '.join(FORMATS)}")
-    return CudaLinear(*FORMATS[name].pack(weights, biases))
+    return CudaLinear(*form_in(FORMATS, weights).pack(weights, biases))

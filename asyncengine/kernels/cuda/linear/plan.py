@@ -7,9 +7,8 @@ its tiles. Kernels know plans; ``choose.py`` knows which plan a site gets.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, TypeAlias
 
-from asyncengine.kernels.cuda.gpu import Gpu
 from asyncengine.kernels.ops import Activation, Norm
 
 MAX_ROWS = 256
@@ -18,7 +17,8 @@ SKINNY_ROWS = 32
 
 NormKind = Literal["none", "rms", "layer"]
 PlanKind = Literal["vector", "skinny", "tiled", "tma", "cublas"]
-WeightKind = Literal["bf16", "fp8", "fp32"]
+WeightKind: TypeAlias = str
+"""Name, in a site, of how weights are stored: one of the kinds of a format (see formats/base.py)."""
 FusedActivation = Literal["silu_mul", "gelu", "gelu_tanh"]
 Fused = FusedActivation | Literal["argmax"]
 """argmax is of a head whose rows are all sampled greedily. A tma plan gives the ranks of its tiles (see tma_ranks.py).
@@ -28,9 +28,6 @@ Without a tma plan the head gives logits, by the plan of its site without argmax
 def fused_activation(activation: Activation | None) -> FusedActivation | None:
     """The activation, if the kernels of products compute it; None if it is a kernel of its own behind the product."""
     return None if activation == "gelu_tanh_mul" else activation
-
-
-_ELEMENT_BYTES: dict[WeightKind, int] = {"fp8": 1, "bf16": 2, "fp32": 4}
 
 
 class Site(NamedTuple):
@@ -49,10 +46,6 @@ class Site(NamedTuple):
     @property
     def weight_rows(self) -> int:
         return self.columns * (2 if self.activation == "silu_mul" else 1)
-
-    @property
-    def weight_bytes(self) -> int:
-        return self.weight_rows * self.inner * _ELEMENT_BYTES[self.weight]
 
 
 def norm_kind(norm: Norm | None) -> NormKind:
@@ -94,15 +87,9 @@ class Plan:
         residual.py)."""
         return self.kind in ("tma", "skinny") and not self.leaves_parts
 
-    def shared_bytes(self, weight: WeightKind) -> int:
-        """Bytes of shared memory that the tiles of a program take; 0 if the program keeps them in registers."""
-        return (self.rows + self.columns) * self.inner * _ELEMENT_BYTES[weight] * self.stages if self.rows else 0
-
-    def runs_on(self, gpu: Gpu, weight: WeightKind) -> bool:
-        """Return whether the card has all that the kernel needs."""
-        if (self.kind == "tma" and not gpu.tma) or (weight == "fp8" and not gpu.has_float8):
-            return False
-        return self.shared_bytes(weight) <= gpu.shared_bytes
+    def shared_elements(self) -> int:
+        """Elements in shared memory that the tiles of a program take; 0 if the program keeps them in registers."""
+        return (self.rows + self.columns) * self.inner * self.stages if self.rows else 0
 
     def fits_head(self, columns: int, inner: int) -> bool:
         """Return whether persistent programs can make ranks by this plan: it has whole sums, and memory for a step to

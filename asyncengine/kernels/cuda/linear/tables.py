@@ -16,6 +16,7 @@ from uuid import uuid4
 
 import msgspec
 
+from asyncengine.kernels.cuda.linear.formats.registry import format_of_kind
 from asyncengine.kernels.cuda.linear.plan import Plan, Site
 
 logger = logging.getLogger(__name__)
@@ -58,6 +59,8 @@ class PlanTable:
             entries = msgspec.json.decode(text, type=list[tuple[Site, dict[str, Any]]])
             for _, plan in entries:
                 plan["kind"] = _OLD_KINDS.get(plan["kind"], plan["kind"])
+            for site, _ in entries:
+                format_of_kind(site.weight)  # KeyError for one that is not known
             # By way of Plan, which refuses names that it does not know.
             plans = {site: msgspec.convert(asdict(Plan(**plan)), Plan) for site, plan in entries}
         except (KeyError, TypeError, RecursionError) as e:

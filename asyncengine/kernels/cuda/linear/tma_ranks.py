@@ -23,6 +23,7 @@ from asyncengine.kernels.cuda.gpu import Gpu
 from asyncengine.kernels.cuda.launch.cache_policy import marks_of_operands
 from asyncengine.kernels.cuda.launch.gluon import GluonKernel, copy_tile, sums_layout, tiles_of, whole_tiles_of
 from asyncengine.kernels.cuda.launch.programmatic import launch_options
+from asyncengine.kernels.cuda.linear.formats.registry import shared_bytes
 from asyncengine.kernels.cuda.linear.plan import Plan
 from asyncengine.kernels.cuda.sampling.filters import LAST_INDEX, MAX_VOCAB, rank_of
 
@@ -77,7 +78,7 @@ def tma_ranks(
 
 def num_programs(gpu: Gpu, plan: Plan) -> int:
     """Return as many programs as the card has room for at once."""
-    return gpu.multiprocessors * (2 if plan.shared_bytes("bf16") <= gpu.tile_bytes_of_two else 1)
+    return gpu.multiprocessors * (2 if shared_bytes(plan, "bf16") <= gpu.tile_bytes_of_two else 1)
 
 
 @gluon.jit

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple, Protocol, TypeAlias
 
 import torch
@@ -31,13 +31,23 @@ class Packed(NamedTuple):
 class Format(Protocol):
     """Operations on weights of one format, and on the inputs of their products."""
 
+    bits: Mapping[WeightKind, int]
+    """Names of the format in a site, and the bits that an element of the weight takes."""
+    needs: str
+    """Words for the cards that can multiply the weights, for a message."""
     prepares_norms: bool
     """A product that adds to the residual can prepare the norm that reads the sum (see residual.py)."""
     own_rows: bool
     """Rows for a product are made by a kernel of the format, ``make_rows``, with the norm before the product."""
 
+    def runs_on(self, gpu: Gpu) -> bool:
+        """Return whether the card can multiply such weights."""
+
     def pack(self, weights: Sequence[PackedWeight], biases: Sequence[Tensor | None]) -> Packed:
         """Join weights. Several are copied."""
+
+    def make(self, weight: Tensor) -> Matrix:
+        """Store a weight [N, K] in bfloat16 in the format, to try kernels with."""
 
     def first_rows(self, weight: Matrix, count: int) -> Matrix:
         """Return a matrix without the padding behind its first rows."""
@@ -65,6 +75,12 @@ class Format(Protocol):
 
     def add_product(self, to: Tensor, x: Matrix, weight: Matrix, bias: Tensor | None) -> None:
         """Add ``product`` to a residual [M, N]."""
+
+    def takes_tma(self, site: Site) -> bool:
+        """Return whether the kernels of tma.py can multiply the site's weights, on a card that has them."""
+
+    def takes_library_alone(self, site: Site) -> bool:
+        """Return whether ``product`` alone multiplies the site's weights, whatever was measured."""
 
     def takes_library(self, site: Site) -> bool:
         """Return whether ``product`` can multiply the site's weights."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -20,8 +20,13 @@ from asyncengine.kernels.weight import DENSE, PackedWeight, tensors_of
 class Dense:
     """Implements ``Format`` for matrices in the model's dtype."""
 
+    bits: Mapping[WeightKind, int] = {"bf16": 16, "fp32": 32}
+    needs = "any GPU"
     prepares_norms = True
     own_rows = False
+
+    def runs_on(self, gpu: Gpu) -> bool:
+        return True
 
     def pack(self, weights: Sequence[PackedWeight], biases: Sequence[Tensor | None]) -> Packed:
         """One matrix, padded to rows that are aligned. Several weights, and padding, copy.
@@ -37,6 +42,9 @@ class Dense:
         if len(tensors) > 1 or padding:
             weight = torch.cat((*tensors, weight.new_zeros(padding, weight.shape[1])))
         return Packed(weight.contiguous(), join_biases(rows, biases, padding), out_features)
+
+    def make(self, weight: Tensor) -> Matrix:
+        return weight
 
     def first_rows(self, weight: Matrix, count: int) -> Matrix:
         return as_tensor(weight)[:count]
@@ -84,6 +92,12 @@ class Dense:
             torch.addmm(to, as_tensor(x), as_tensor(weight).T, out=to)
         else:
             to += self.product(x, weight, bias, to.dtype)
+
+    def takes_tma(self, site: Site) -> bool:
+        return site.weight == "bf16"
+
+    def takes_library_alone(self, site: Site) -> bool:
+        return site.weight == "fp32"
 
     def takes_library(self, site: Site) -> bool:
         return True

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -11,7 +11,7 @@ from asyncengine.kernels.cuda.gpu import Gpu
 from asyncengine.kernels.cuda.linear.formats.base import Matrix, Packed, join_biases
 from asyncengine.kernels.cuda.linear.plan import Plan, Site, WeightKind
 from asyncengine.kernels.cuda.rows.quantise import quantize_rows
-from asyncengine.kernels.float8 import Quantized, join, scaled_product, scaled_product_takes, unpack_float8
+from asyncengine.kernels.float8 import Quantized, join, quantize, scaled_product, scaled_product_takes, unpack_float8
 from asyncengine.kernels.ops import Activation, Norm
 from asyncengine.kernels.weight import PackedWeight
 
@@ -19,13 +19,21 @@ from asyncengine.kernels.weight import PackedWeight
 class Float8:
     """Implements ``Format`` for matrices in float8."""
 
+    bits: Mapping[WeightKind, int] = {"fp8": 8}
+    needs = "a GPU of compute capability 8.9 or newer"
     prepares_norms = False
     own_rows = True
+
+    def runs_on(self, gpu: Gpu) -> bool:
+        return gpu.has_float8
 
     def pack(self, weights: Sequence[PackedWeight], biases: Sequence[Tensor | None]) -> Packed:
         matrices = unpack_float8(weights)
         rows = [len(matrix) for matrix in matrices]
         return Packed(join(matrices), join_biases(rows, biases), sum(rows))
+
+    def make(self, weight: Tensor) -> Matrix:
+        return quantize(weight)
 
     def first_rows(self, weight: Matrix, count: int) -> Matrix:
         """There is no padding."""
@@ -70,6 +78,12 @@ class Float8:
 
     def add_product(self, to: Tensor, x: Matrix, weight: Matrix, bias: Tensor | None) -> None:
         to += self.product(x, weight, bias, to.dtype)
+
+    def takes_tma(self, site: Site) -> bool:
+        return False
+
+    def takes_library_alone(self, site: Site) -> bool:
+        return False
 
     def takes_library(self, site: Site) -> bool:
         return scaled_product_takes(site.weight_rows, site.inner)

@@ -1,0 +1,1 @@
+"""Weights of projections as the CPU keeps them."""

@@ -1,0 +1,1 @@
+"""Formats of weights on the CPU: how each is packed, and how it is multiplied."""

@@ -1,0 +1,17 @@
+"""The formats that there are on the CPU, by the names of packed weights."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from asyncengine.kernels.cpu.linear.formats.base import Format
+from asyncengine.kernels.cpu.linear.formats.dense import Dense
+from asyncengine.kernels.cpu.linear.formats.float8 import Float8
+from asyncengine.kernels.weight import DENSE, FLOAT8, PackedWeight, form_in
+
+FORMATS: dict[str, Format] = {DENSE: Dense(), FLOAT8: Float8()}
+
+
+def format_of(weights: Sequence[PackedWeight]) -> Format:
+    """The format of weights that lie side by side. Raises ValueError for several, or for one that is not known."""
+    return form_in(FORMATS, weights)
