@@ -59,7 +59,7 @@ def projections(c: ModelConfig) -> dict[str, tuple[int, int]]:
 
 def projection_biases(c: ModelConfig) -> dict[str, bool]:
     """Return for each of a layer's matrices whether it has a bias; all of GPT-2's do."""
-    gpt2 = c.rope is None
+    gpt2 = not c.ropes
     biases = {"qkv": c.qkv_bias, "o": c.output_bias, "up": c.mlp_bias, "down": c.mlp_bias}
     return {name: gpt2 or has for name, has in biases.items()}
 

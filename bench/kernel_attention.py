@@ -269,7 +269,7 @@ class Bench:
         self.out = torch.full((tokens, c.num_heads * c.head_dim), torch.nan, dtype=DTYPE, device=device)
         ones = torch.ones(c.head_dim, dtype=DTYPE, device=device)
         norms = HeadNorms(ones, ones, 1e-6) if c.qk_norm else None
-        cos_sin = None if c.rope is None else torch.randn(case.longest, c.head_dim, device=device)
+        cos_sin = None if not c.ropes else torch.randn(case.longest, c.head_dim, device=device)
         self.scale = c.head_dim**-0.5
         self.layer = AttentionLayer(c.num_heads, norms, cos_sin, self.scale, 0)
         self.counters = Counters(torch.zeros(rows * c.num_heads, dtype=torch.int32, device=device))

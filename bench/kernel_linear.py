@@ -83,7 +83,7 @@ class Projection:
         columns, inner = projections(c).get(name, (c.vocab_size, c.hidden_size))
         activation = c.activation if name == "up" else None
         normed = name in ("qkv", "up", "head")
-        return cls(name, columns, inner, normed, c.rope is None, activation, projection_biases(c).get(name, False))
+        return cls(name, columns, inner, normed, not c.ropes, activation, projection_biases(c).get(name, False))
 
     @property
     def label(self) -> str:

@@ -67,7 +67,7 @@ class Cases:
         return torch.randn(*size, device=self.device, dtype=DTYPE)
 
     def norm(self) -> Case:
-        width, pdl, layered = self.c.hidden_size, self.pdl, self.c.rope is None
+        width, pdl, layered = self.c.hidden_size, self.pdl, not self.c.ropes
 
         def make() -> tuple[Call, Call]:
             x, w, b = self.random(self.rows, width), self.random(width), self.random(width)
@@ -82,7 +82,7 @@ class Cases:
         return Case(name, self.rows, 2 * self.rows * width * DTYPE.itemsize, make, way)
 
     def embed(self) -> Case:
-        c, pdl, learned = self.c, self.pdl, self.c.rope is None
+        c, pdl, learned = self.c, self.pdl, not self.c.ropes
         table, positions_table = self.random(c.vocab_size, c.hidden_size), self.random(c.max_positions, c.hidden_size)
 
         def make() -> tuple[Call, Call]:
@@ -117,7 +117,7 @@ class Cases:
         """Return the case of the KV store, with QK-norm and rotation where the model has them."""
         c = self.c
         kv_bytes = 2 * c.num_kv_heads * c.head_dim * DTYPE.itemsize
-        if c.rope is None:
+        if not c.ropes:
             moved = self.rows * 2 * kv_bytes
             return Case("KV store", self.rows, moved, self._make_store, "indexed assignment")
         rotated = 2 * c.num_heads * c.head_dim * DTYPE.itemsize + 4 * c.head_dim

@@ -37,7 +37,7 @@ THREADS = min(16, os.cpu_count() or 1)
 def sites(model: str, rows: int, weight: WeightKind = "bf16") -> Iterator[tuple[str, Site]]:
     """The projections of a layer, and the head, which is never quantised: with all logits, and sampled greedily."""
     c = read_model(model)
-    gpt2 = c.rope is None
+    gpt2 = not c.ropes
     if gpt2 and weight == "fp8":
         return  # its norms and its activation are not for float8
     norm: NormKind = "layer" if gpt2 else "rms"

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from asyncengine.errors import ModelError, UnsupportedModelError
 from asyncengine.kernels.ops import Activation, CacheSpec
 from asyncengine.models.files import excerpt, read_config
-from asyncengine.models.rotary import RopeConfig, yarn_attention_factor
+from asyncengine.models.rotary import RopeConfig, longrope_attention_factor, yarn_attention_factor
 
 logger = logging.getLogger(__name__)
 
@@ -35,7 +35,8 @@ _HIGHEST = {
 }
 """Largest plausible integers: several times those of any published model. Products of three stay below 2**63."""
 _RANGE = {
-    "rope_theta": (2.0, 1e30),  # yarn divides by its logarithm; float32 must hold it
+    # yarn divides by its logarithm; float32 must hold it
+    **dict.fromkeys(("rope_theta", "rope_local_base_freq"), (2.0, 1e30)),
     **dict.fromkeys(("rms_norm_eps", "layer_norm_epsilon"), (0.0, 1.0)),
     "initializer_range": (0.0, 1e3),
 }
@@ -46,7 +47,7 @@ _ANY_NUMBER = (1e-6, 1e6)
 class RawConfig:
     """config.json with typed access: a value of the wrong kind raises ModelError naming file and key."""
 
-    def __init__(self, values: Mapping[str, Any], source: str) -> None:
+    def __init__(self, values: dict[str, Any], source: str) -> None:
         self.values = values
         self.source = source
 
@@ -95,7 +96,15 @@ class RawConfig:
         """Return the config with other names of keys replaced by the family's own. They count before those, as in
         transformers."""
         aliases = {own: self.values[name] for name, own in names.items() if name in self.values}
-        return RawConfig({**self.values, **aliases}, self.source) if aliases else self
+        return self.changed(aliases) if aliases else self
+
+    def changed(self, values: dict[str, Any]) -> RawConfig:
+        """Return the config with these values in place of its own."""
+        return RawConfig(self.values | values, self.source)
+
+    def with_defaults(self, defaults: dict[str, Any]) -> RawConfig:
+        """Return the config with values for keys that are absent. A key that is null stays null."""
+        return RawConfig(defaults | self.values, self.source)
 
     def unsupported(self, what: str) -> UnsupportedModelError:
         return UnsupportedModelError(f"{self.source}: {what} is not supported")
@@ -107,9 +116,21 @@ class RawConfig:
 
     @property
     def dtype(self) -> str:
-        """The checkpoint's dtype as a name of torch; older files call the key torch_dtype."""
-        name = self.get("dtype", str, None) or self.get("torch_dtype", str, "float32")
-        return str(name).removeprefix("torch.")
+        """The checkpoint's dtype as a name of torch; older files call the key torch_dtype.
+
+        A model for images may name it for its language model alone.
+        """
+        text = RawConfig(self.get("text_config", dict, {}), f"{self.source}, text_config")
+        names = (source.get(key, str, None) for source in (self, text) for key in ("dtype", "torch_dtype"))
+        return str(next(filter(None, names), "float32")).removeprefix("torch.")
+
+    def text_part(self) -> RawConfig:
+        """Return the config of the language model, where it is one part of a model for images.
+
+        The whole model's config says whether the embeddings are tied, if it does.
+        """
+        tied = {key: self.values[key] for key in ("tie_word_embeddings",) if key in self.values}
+        return RawConfig(self.get("text_config", dict) | tied, f"{self.source}, text_config")
 
     def token_ids(self, key: str, vocab_size: int) -> tuple[int, ...]:
         """Return the token ids of a key that holds none, one or a list.
@@ -129,6 +150,21 @@ class RawConfig:
                 self.source, key, excerpt(outside[0]), vocab_size - 1,
             )  # fmt: skip
         return tuple(i for i in ids if 0 <= i < vocab_size)
+
+
+class LayerNorms(NamedTuple):
+    """Names of a layer's norms in checkpoints; None where there is none.
+
+    A norm before a block normalises what the block reads, one behind it what the block adds to the residual.
+    """
+
+    before_attention: str = "input_layernorm"
+    before_mlp: str = "post_attention_layernorm"
+    behind_attention: str | None = None
+    behind_mlp: str | None = None
+
+
+LLAMA_NORMS = LayerNorms()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,17 +189,23 @@ class ModelConfig:
     """Factor on the attention scores of each layer."""
     layer_caches: tuple[CacheSpec, ...]
     """Cache that each layer keeps between steps."""
-    rope: RopeConfig | None = None
+    layer_ropes: tuple[RopeConfig | None, ...]
+    """Rotary positions of each layer; None: its queries and keys are not rotated."""
     qkv_bias: bool = False
     output_bias: bool = False
     mlp_bias: bool = False
+    fused_qkv: bool = False
+    """The checkpoint has queries, keys and values in one matrix, qkv_proj."""
+    fused_gate_up: bool = False
+    """The checkpoint has gate and up in one matrix, gate_up_proj."""
     qk_norm: bool = False
-    sandwich_norms: bool = False
-    """The output of a block is normed before it is added to the residual."""
+    layer_norms: LayerNorms = LLAMA_NORMS
     norm_weight_offset: float = 0.0
     """Added to the weights of RMS norms when they are read, in the model's dtype."""
     embedding_scale: float = 1.0
     """Factor on the rows of the embedding."""
+    round_embedding_scale: bool = False
+    """The factor is rounded to the model's dtype first."""
     score_softcap: float = 0.0
     """0: scores of attention are not capped."""
     logit_softcap: float = 0.0
@@ -178,6 +220,14 @@ class ModelConfig:
     """Logits mean something. Without a head the model gives vectors alone."""
 
     @property
+    def ropes(self) -> set[RopeConfig | None]:
+        """Kinds of rotary positions that have a table; None stands for one that rotates nothing.
+
+        Layers that norm queries and keys have a table in any case: kernels do both in one pass.
+        """
+        return {rope for rope in self.layer_ropes if rope is not None or self.qk_norm}
+
+    @property
     def head_shape(self) -> tuple[str, int, int]:
         """Name of the head and shape of its weight, where it is not the embedding."""
         if self.labels:
@@ -185,61 +235,98 @@ class ModelConfig:
         return "lm_head", self.vocab_size, self.hidden_size
 
 
-def read_rope(raw: RawConfig, max_positions: int) -> RopeConfig:
-    """The rotary settings: rope_theta and rope_scaling or, from transformers 5 on, rope_parameters."""
+def read_rope(
+    raw: RawConfig, max_positions: int, head_dim: int, *, theta: float = 10_000.0, partial: float | None = None
+) -> RopeConfig:
+    """The rotary settings: rope_theta and rope_scaling or, from transformers 5 on, rope_parameters.
+
+    ``theta`` and ``partial`` are the family's defaults of rope_theta and partial_rotary_factor; without ``partial`` all
+    of a head is rotated.
+    """
     scaling = raw.get("rope_scaling", dict, None) or raw.get("rope_parameters", dict, None) or {}
     if any(isinstance(value, dict) for value in scaling.values()):
         raise raw.unsupported("rope_parameters for each layer type")
     rope = RawConfig(scaling, f"{raw.source}, rope scaling")
     kind = rope.get("rope_type", str, None) or rope.get("type", str, "default")
-    if kind not in ("default", "linear", "dynamic", "llama3", "yarn"):
+    if kind not in ("default", "linear", "dynamic", "llama3", "yarn", "longrope"):
         raise raw.unsupported(f"rope scaling {excerpt(kind)}")
-    for source in (raw, rope):
-        if source.number("partial_rotary_factor", 1.0) != 1.0:
-            raise raw.unsupported("partial_rotary_factor")
-    theta = rope.number("rope_theta", raw.number("rope_theta", 10_000.0))
+    outside = raw.number("partial_rotary_factor", partial or 1.0)
+    rotated = rope.number("partial_rotary_factor", outside)
+    if partial is None and (outside, rotated) != (1.0, 1.0):
+        raise raw.unsupported("partial_rotary_factor")
+    dim = int(head_dim * rotated)
+    if rotated > 1 or dim < 2 or dim % 2:
+        raise raw.unsupported(f"partial_rotary_factor = {rotated:g} of heads of {head_dim}")
+    theta = rope.number("rope_theta", raw.number("rope_theta", theta))
+    plain = RopeConfig(theta=theta, kind=kind, dim=dim)
     if kind in ("default", "dynamic"):
-        return RopeConfig(theta=theta, kind=kind)
+        return plain
     original = raw.integer(
         "original_max_position_embeddings", rope.integer("original_max_position_embeddings", max_positions)
     )
-    factor = rope.number("factor", max_positions / original if kind == "yarn" else _MISSING)
-    if kind != "llama3" and factor * original > MAX_POSITIONS:
+    factor = rope.number("factor", max_positions / original if kind in ("yarn", "longrope") else _MISSING)
+    if kind not in ("llama3", "longrope") and factor * original > MAX_POSITIONS:
         raise ModelError(
             f"{rope.source}: 'factor' times the original positions must be at most {MAX_POSITIONS}, "
             f"found {factor:g} times {original}"
         )
-    if kind == "yarn":
-        return _read_yarn(rope, theta, factor, original)
-    if kind == "linear":
-        return RopeConfig(theta=theta, kind=kind, factor=factor, original_max_positions=original)
+    scaled = replace(plain, factor=factor, original_max_positions=original)
+    match kind:
+        case "linear":
+            return scaled
+        case "yarn":
+            return _read_yarn(rope, scaled)
+        case "longrope":
+            return _read_longrope(rope, scaled)
     low, high = rope.number("low_freq_factor"), rope.number("high_freq_factor")
     if not low < high:
         raise ModelError(f"{rope.source}: low_freq_factor {low} must be below high_freq_factor {high}")
-    return RopeConfig(
-        theta=theta,
-        kind=kind,
-        factor=factor,
-        original_max_positions=original,
-        low_freq_factor=low,
-        high_freq_factor=high,
-    )
+    return replace(scaled, low_freq_factor=low, high_freq_factor=high)
 
 
-def _read_yarn(rope: RawConfig, theta: float, factor: float, original: int) -> RopeConfig:
+def _read_yarn(rope: RawConfig, scaled: RopeConfig) -> RopeConfig:
     # Files also write 0 for a scale that they do not have.
     scales = [rope.number(key) if rope.get(key, (int, float), 0) else None for key in ("mscale", "mscale_all_dim")]
-    inferred = yarn_attention_factor(factor, *scales)
-    return RopeConfig(
-        theta=theta,
-        kind="yarn",
-        factor=factor,
-        original_max_positions=original,
+    return replace(
+        scaled,
         beta_fast=rope.number("beta_fast", 32.0),
         beta_slow=rope.number("beta_slow", 1.0),
         truncate=rope.flag("truncate", True),
+        attention_factor=rope.number("attention_factor", yarn_attention_factor(scaled.factor, *scales)),
+    )
+
+
+def _read_longrope(rope: RawConfig, scaled: RopeConfig) -> RopeConfig:
+    if scaled.original_max_positions < 2:
+        raise ModelError(f"{rope.source}: 'original_max_position_embeddings' must be at least 2 with longrope")
+    factors = []
+    for key in ("short_factor", "long_factor"):
+        values = rope.get(key, list)
+        if len(values) != scaled.dim // 2:
+            raise ModelError(f"{rope.source}: {key!r} must have {scaled.dim // 2} numbers, found {len(values)}")
+        factors.append(tuple(RawConfig({key: value}, rope.source).number(key) for value in values))
+    inferred = longrope_attention_factor(scaled.factor, scaled.original_max_positions)
+    return replace(
+        scaled,
+        short_factor=factors[0],
+        long_factor=factors[1],
         attention_factor=rope.number("attention_factor", inferred),
     )
+
+
+def rope_of_layer_type(raw: RawConfig, kind: str, theta: float) -> RawConfig:
+    """Return the config with the rotary settings of the layers of one type as those of all.
+
+    rope_parameters holds them by type; in older files rope_scaling is for "full_attention" alone. ``theta`` is the
+    type's default of rope_theta. For ``read_rope``.
+    """
+    by_type = raw.get("rope_parameters", dict, {})
+    if not all(isinstance(by_type.get(key, {}), dict | None) for key in LAYER_TYPES) or set(by_type) - set(LAYER_TYPES):
+        raise raw.unsupported("rope_parameters that are not for layer types")
+    own = {"rope_theta": theta} | (by_type.get(kind) or {})
+    if kind == "full_attention":
+        own |= raw.get("rope_scaling", dict, {})
+    return raw.changed({"rope_parameters": own, "rope_scaling": None, "original_max_position_embeddings": None})
 
 
 def scaled_positions(rope: RopeConfig, max_positions: int) -> int:
@@ -255,7 +342,7 @@ def scaled_positions(rope: RopeConfig, max_positions: int) -> int:
     return max(max_positions, int(rope.factor * rope.original_max_positions))
 
 
-_LAYER_TYPES = {"full_attention": False, "attention": False, "sliding_attention": True}
+LAYER_TYPES = {"full_attention": False, "attention": False, "sliding_attention": True}
 """Names in layer_types: True if the layer has the window. "attention" is an old name."""
 
 
@@ -269,11 +356,11 @@ def read_layer_windows(raw: RawConfig, window: int, default: Sequence[bool]) -> 
     if types is None:
         return tuple(window if slides else 0 for slides in default)
     for kind in types:
-        if not isinstance(kind, str) or kind not in _LAYER_TYPES:
+        if not isinstance(kind, str) or kind not in LAYER_TYPES:
             raise raw.unsupported(f"layer type {excerpt(kind)} in layer_types")
     if len(types) != len(default):
         raise raw.unsupported(f"layer_types with {len(types)} entries for {len(default)} layers")
-    slides = [_LAYER_TYPES[kind] for kind in types]
+    slides = [LAYER_TYPES[kind] for kind in types]
     if any(slides) and not window:
         raise raw.unsupported("sliding_attention in layer_types without a sliding window")
     return tuple(window if sliding else 0 for sliding in slides)

@@ -58,6 +58,7 @@ def read_config(raw: RawConfig) -> ModelConfig:
         layer_windows=require_full_attention(raw, num_layers, max_positions),
         layer_scales=tuple(scale / (i + 1) if by_layer else scale for i in range(num_layers)),
         layer_caches=(KVSpec(num_heads, head_dim),) * num_layers,
+        layer_ropes=(None,) * num_layers,
         embedding="transformer.wte",
     )
 

@@ -6,14 +6,16 @@ Touvron et al. 2023: RMS norm before each block, rotary positions, grouped queri
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
+import torch
 from torch import Tensor
 
 from asyncengine.kernels.ops import Activation, AttentionLayer, Handle, HeadNorms, KVSpec, ModelOps, Norm
 from asyncengine.models.config import ModelConfig, RawConfig, read_rope, require_full_attention, scaled_positions
 from asyncengine.models.decoder import AttentionBlock, Decoder, DecoderLayer, FeedForward, MLPBlock
 from asyncengine.models.files import excerpt
-from asyncengine.models.rotary import rotary_table
+from asyncengine.models.rotary import head_order, rotary_table
 from asyncengine.models.weights.shard import Cut
 from asyncengine.models.weights.source import WeightSource
 
@@ -31,10 +33,13 @@ def read_decoder_config(
     output_bias: bool = False,
     mlp_bias: bool = False,
     qk_norm: bool = False,
+    rope_theta: float = 10_000.0,
+    partial_rotary: float | None = None,
 ) -> ModelConfig:
     """Read the configuration of a relative of Llama; keywords are the points in which they differ.
 
-    ``activations`` maps the values of hidden_act, the first of which an absent key means.
+    ``activations`` maps the values of hidden_act, the first of which an absent key means. ``rope_theta`` and
+    ``partial_rotary`` are as in ``read_rope``.
     """
     activation = raw.get("hidden_act", str, next(iter(activations)))
     if activation not in activations:
@@ -53,7 +58,7 @@ def read_decoder_config(
     if head_dim % 2:
         raise raw.unsupported(f"an odd head_dim ({head_dim})")
     max_positions = raw.integer("max_position_embeddings")
-    rope = read_rope(raw, max_positions)
+    rope = read_rope(raw, max_positions, head_dim, theta=rope_theta, partial=partial_rotary)
     if layer_windows is None:
         layer_windows = require_full_attention(raw, num_layers, max_positions)
     return ModelConfig(
@@ -72,7 +77,7 @@ def read_decoder_config(
         layer_windows=layer_windows,
         layer_scales=(head_dim**-0.5,) * num_layers,
         layer_caches=(KVSpec(num_kv_heads, head_dim),) * num_layers,
-        rope=rope,
+        layer_ropes=(rope,) * num_layers,
         qkv_bias=qkv_bias,
         output_bias=output_bias,
         mlp_bias=mlp_bias,
@@ -96,15 +101,39 @@ class LayerWeights:
         self._weights = weights
         self._ops = ops
 
-    def linear(self, block: str, sizes: Mapping[str, int], in_size: int, cut: Cut, *, bias: bool) -> Handle:
-        """Projections ``sizes`` of one input, by name; side by side."""
-        full = {f"model.layers.{self.index}.{block}.{name}_proj": size for name, size in sizes.items()}
-        matrices = [self._weights.weight(name, size, in_size, cut=cut) for name, size in full.items()]
-        biases = [self._weights.bias(name, size, cut=cut) if bias else None for name, size in full.items()]
+    def linear(
+        self,
+        block: str,
+        sizes: Mapping[str, int],
+        in_size: int,
+        cut: Cut,
+        *,
+        bias: bool,
+        fused: str | None = None,
+        order: Tensor | None = None,
+    ) -> Handle:
+        """Projections ``sizes`` of one input, by name; side by side.
+
+        With ``fused`` the checkpoint has one of that name, which holds them one below another. The rows of all but
+        values ("v") take an ``order`` within each head.
+        """
+        total, first = sum(sizes.values()), 0
+        matrices, biases = [], []
+        for name, size in sizes.items():
+            module = f"model.layers.{self.index}.{block}.{fused or name}_proj"
+            rows = (first, first + size) if fused else None
+            how: Any = {"cut": cut, "rows": rows, "order": None if name == "v" else order}
+            matrices.append(self._weights.weight(module, total if fused else size, in_size, **how))
+            biases.append(self._weights.bias(module, total if fused else size, **how) if bias else None)
+            first += size
         return self._ops.make_linear(matrices, biases)
 
     def norm(self, name: str, size: int) -> Norm:
         return rms_norm(self.config, self._weights.tensor(f"model.layers.{self.index}.{name}.weight", size))
+
+    def optional_norm(self, name: str | None) -> Norm | None:
+        """A norm of the residual, or of what is added to it; None if the layer has none there."""
+        return None if name is None else self.norm(name, self.config.hidden_size)
 
 
 def rms_norm(config: ModelConfig, weight: Tensor) -> Norm:
@@ -113,59 +142,70 @@ def rms_norm(config: ModelConfig, weight: Tensor) -> Norm:
     return Norm(weight, None, config.norm_eps)
 
 
-def attention_block(layer: LayerWeights, cos_sin: Tensor) -> AttentionBlock:
-    config, dim = layer.config, layer.config.head_dim
+def attention_block(layer: LayerWeights, cos_sin: Tensor | None) -> AttentionBlock:
+    config, dim, names = layer.config, layer.config.head_dim, layer.config.layer_norms
     hidden, q_size, kv_size = config.hidden_size, config.num_heads * dim, config.num_kv_heads * dim
-    norm = layer.norm("input_layernorm", hidden)
-    qkv = layer.linear("self_attn", {"q": q_size, "k": kv_size, "v": kv_size}, hidden, "rows", bias=config.qkv_bias)
+    order = head_order(config.layer_ropes[layer.index], dim)
+    qkv = layer.linear(
+        "self_attn",
+        {"q": q_size, "k": kv_size, "v": kv_size},
+        hidden,
+        "rows",
+        bias=config.qkv_bias,
+        fused="qkv" if config.fused_qkv else None,
+        order=order,
+    )
     head_norms: HeadNorms | None = None
     if config.qk_norm:
-        q, k = (layer.norm(f"self_attn.{x}_norm", dim) for x in "qk")
-        head_norms = HeadNorms(q.weight, k.weight, config.norm_eps)
+        q, k = (layer.norm(f"self_attn.{x}_norm", dim).weight for x in "qk")
+        if order is not None:
+            q, k = q[order], k[order]
+        head_norms = HeadNorms(q, k, config.norm_eps)
     scale, window = config.layer_scales[layer.index], config.layer_windows[layer.index]
     attention = AttentionLayer(config.num_heads, head_norms, cos_sin, scale, window, config.score_softcap)
     output = layer.linear("self_attn", {"o": hidden}, q_size, "columns", bias=config.output_bias)
-    output_norm = layer.norm("post_attention_layernorm", hidden) if config.sandwich_norms else None
-    return AttentionBlock(norm, qkv, attention, output, output_norm)
+    before, behind = layer.norm(names.before_attention, hidden), layer.optional_norm(names.behind_attention)
+    return AttentionBlock(before, qkv, attention, output, behind)
 
 
 def mlp_block(layer: LayerWeights) -> MLPBlock:
-    config = layer.config
+    config, names = layer.config, layer.config.layer_norms
     hidden, inner = config.hidden_size, config.intermediate_size
-    # A family without sandwich norms calls the norm before the MLP by its place after the attention.
-    norm = layer.norm("pre_feedforward_layernorm" if config.sandwich_norms else "post_attention_layernorm", hidden)
-    up = layer.linear("mlp", {"gate": inner, "up": inner}, hidden, "rows", bias=config.mlp_bias)
+    fused = "gate_up" if config.fused_gate_up else None
+    up = layer.linear("mlp", {"gate": inner, "up": inner}, hidden, "rows", bias=config.mlp_bias, fused=fused)
     down = layer.linear("mlp", {"down": hidden}, inner, "columns", bias=config.mlp_bias)
-    output_norm = layer.norm("post_feedforward_layernorm", hidden) if config.sandwich_norms else None
-    return MLPBlock(norm, up, config.activation, down, output_norm)
+    before, behind = layer.norm(names.before_mlp, hidden), layer.optional_norm(names.behind_mlp)
+    return MLPBlock(before, up, config.activation, down, behind)
 
 
 class LlamaForCausalLM(Decoder):
     """The decoder with its embedding and its head, loaded while it is built.
 
-    ``max_positions`` bounds the rotary table, so it is the longest sequence that can be run.
+    ``max_positions`` bounds the rotary tables, so it is the longest sequence that can be run.
     """
 
     def __init__(self, config: ModelConfig, weights: WeightSource, ops: ModelOps, max_positions: int) -> None:
-        assert config.rope is not None
-        cos_sin = rotary_table(config.rope, config.head_dim, max_positions).to(ops.device)
+        tables = {rope: rotary_table(rope, config.head_dim, max_positions).to(ops.device) for rope in config.ropes}
         table = weights.table(config.embedding, config.vocab_size, config.hidden_size)
         embedding = ops.make_embedding(table, tied=config.tie_word_embeddings)
         layers = []
-        for index in range(config.num_layers):
+        for index, rope in enumerate(config.layer_ropes):
             layer = LayerWeights(config, index, weights, ops)
-            layers.append(DecoderLayer(attention_block(layer, cos_sin), self.feed_forward(layer)))
+            layers.append(DecoderLayer(attention_block(layer, tables.get(rope)), self.feed_forward(layer)))
         norm = rms_norm(config, weights.tensor("model.norm.weight", config.hidden_size))
         head = embedding
         if not config.tie_word_embeddings:
             head = ops.make_head(weights.table(*config.head_shape))
+        scale = config.embedding_scale
+        if config.round_embedding_scale:
+            scale = torch.tensor(scale, dtype=norm.weight.dtype).item()
         super().__init__(
             ops,
             layers,
             embedding=embedding,
             norm=norm,
             head=head,
-            embedding_scale=config.embedding_scale,
+            embedding_scale=scale,
             logit_softcap=config.logit_softcap,
         )
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from asyncengine.errors import ModelError, UnsupportedModelError
 from asyncengine.kernels.ops import Batch, BatchT, LayerCache, ModelOps
-from asyncengine.models import gpt2, llama, mistral, qwen2, qwen3
+from asyncengine.models import gemma2, gemma3, gpt2, llama, mistral, qwen2, qwen3
 from asyncengine.models.config import ModelConfig, RawConfig
 from asyncengine.models.files import excerpt
 from asyncengine.models.weights.formats import TensorSource
@@ -52,6 +52,8 @@ FAMILIES = {
     "MinistralForCausalLM": Family(mistral.read_config, mistral.MistralForCausalLM, ("mistral", "ministral")),
     "Qwen2ForCausalLM": Family(qwen2.read_config, qwen2.Qwen2ForCausalLM, ("qwen2",)),
     "Qwen3ForCausalLM": Family(qwen3.read_config, qwen3.Qwen3ForCausalLM, ("qwen3",)),
+    "Gemma2ForCausalLM": Family(gemma2.read_config, gemma2.Gemma2ForCausalLM, ("gemma2",), quantizable=False),
+    "Gemma3ForCausalLM": Family(gemma3.read_config, gemma3.Gemma3ForCausalLM, ("gemma3_text",), quantizable=False),
 }
 
 
@@ -79,8 +81,23 @@ def _with_labels(raw: RawConfig, config: ModelConfig) -> ModelConfig:
     if kind == "regression":
         raise raw.unsupported("problem_type = regression")
     exclusive = len(labels) > 1 and kind != "multi_label_classification"
-    return replace(config, labels=labels, exclusive_labels=exclusive, tie_word_embeddings=False)
+    return replace(config, labels=labels, exclusive_labels=exclusive, tie_word_embeddings=False, logit_softcap=0.0)
 
+
+def _text_part(family: Family, model_type: str) -> Family:
+    """The family of the language model within models for images."""
+
+    def read_config(raw: RawConfig) -> ModelConfig:
+        text = raw.text_part()
+        _require_one_value(text)
+        if text.get("model_type", str, family.model_types[0]) not in family.model_types:
+            raise text.unsupported(f"model_type = {excerpt(text.values['model_type'])}")
+        return family.read_config(text)
+
+    return family._replace(read_config=read_config, model_types=(model_type,))
+
+
+FAMILIES["Gemma3ForConditionalGeneration"] = _text_part(FAMILIES["Gemma3ForCausalLM"], "gemma3")
 
 for _name, _causal in (
     ("GPT2", "GPT2LMHeadModel"),
@@ -89,6 +106,9 @@ for _name, _causal in (
     ("Ministral", "MinistralForCausalLM"),
     ("Qwen2", "Qwen2ForCausalLM"),
     ("Qwen3", "Qwen3ForCausalLM"),
+    ("Gemma2", "Gemma2ForCausalLM"),
+    ("Gemma3Text", "Gemma3ForCausalLM"),
+    ("Gemma3", "Gemma3ForConditionalGeneration"),
 ):
     FAMILIES[f"{_name}ForSequenceClassification"] = _classifier(FAMILIES[_causal])
     # Saved without a head, as embedding models are. The weights say whether there is one (``settle_head``).
@@ -131,14 +151,18 @@ _ONE_VALUE: dict[str, Any] = {
 """Keys by which transformers changes the computation of any family, and the values that are implemented."""
 
 
+def _require_one_value(raw: RawConfig) -> None:
+    for key, value in _ONE_VALUE.items():
+        raw.require(key, value)
+
+
 def find_family(raw: RawConfig) -> tuple[str, Family]:
     """The first of the architectures that is implemented.
 
     Raises UnsupportedModelError if there is none, if model_type names another family, or for keys that change the
     computation of any family.
     """
-    for key, value in _ONE_VALUE.items():
-        raw.require(key, value)
+    _require_one_value(raw)
     architectures = raw.get("architectures", list, [])
     name = next((name for name in architectures if isinstance(name, str) and name in FAMILIES), None)
     if name is None:

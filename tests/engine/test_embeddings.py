@@ -158,11 +158,12 @@ async def test_wrong_arguments_are_refused(tmp_path: Path, arguments: dict[str, 
 
 def build_classifier(variant: str, **settings: Any) -> transformers.PreTrainedModel:
     family, shape = tiny.VARIANTS[variant]
-    config = getattr(transformers, f"{family}Config")(
-        **(shape | settings), eos_token_id=None, bos_token_id=None, pad_token_id=0
-    )
+    family = "Gemma3Text" if family == "Gemma3" else family
+    kind = getattr(transformers, f"{family}ForSequenceClassification")
+    config = kind.config_class(**(shape | settings), eos_token_id=None, bos_token_id=None)
+    config.pad_token_id = 0
     torch.manual_seed(1)
-    return getattr(transformers, f"{family}ForSequenceClassification")(config).eval()
+    return kind(config).eval()
 
 
 @pytest.mark.parametrize("chunk", [7, 64])

@@ -31,6 +31,8 @@ SOURCES = {
     "mistral-window": ["mistral", "ministral"],
     "qwen2-window": ["qwen2"],
     "qwen3-window-biased": ["qwen3"],
+    "gemma2": ["gemma2"],
+    "gemma3": ["gemma3"],
 }
 SHARED = ["masking_utils.py", "cache_utils.py", "modeling_rope_utils.py"]
 HARMLESS = {
@@ -48,6 +50,10 @@ HARMLESS = {
     "id2label": "labels of a classification model alone",
     "problem_type": "labels of a classification model alone",
     "number_of_conv_states": "recurrent layers, which layer_types refuses",
+    "image_token_id": "images, which are not served",
+    "mm_tokens_per_image": "images, which are not served",
+    "vision_config": "images, which are not served",
+    "text_config": "the language model of a model for images, which is read apart",
     "summary_activation": "a head for choices",
     "summary_first_dropout": "a head for choices",
     "summary_last_dropout": "a head for choices",
@@ -67,6 +73,21 @@ class Recording(dict[str, Any]):
     def __init__(self, values: dict[str, Any]) -> None:
         super().__init__(values)
         self.seen: set[str] = set()
+
+    def __or__(self, other: dict[str, Any]) -> Recording:  # type: ignore[override]
+        return self._joined({**self, **other})
+
+    def __ror__(self, other: dict[str, Any]) -> Recording:  # type: ignore[override]
+        return self._joined({**other, **self})
+
+    def _joined(self, values: dict[str, Any]) -> Recording:
+        joined = Recording(values)
+        joined.seen = self.seen
+        return joined
+
+    def __getitem__(self, key: str) -> Any:
+        self.seen.add(key)
+        return super().__getitem__(key)
 
     def get(self, key: str, default: Any = None) -> Any:
         self.seen.add(key)
@@ -158,6 +179,21 @@ HONOURED: dict[str, tuple[str, dict[str, Any]]] = {
             "original_max_position_embeddings": 32,
         },
     ),
+    "Llama with longrope": ("llama", {"rope_parameters": tiny.LONG_ROPE}),
+    "Gemma 2 with a window in the upper layers": (
+        "gemma2", {"layer_types": ["full_attention", "sliding_attention", "sliding_attention"]},
+    ),
+    "Gemma 2 with its own name of the activation": ("gemma2", {"hidden_act": "gelu"}),
+    "Gemma 2 without caps": ("gemma2", {"attn_logit_softcapping": None, "final_logit_softcapping": None}),
+    "Gemma 3 with older names of the bases": (
+        "gemma3",
+        {"rope_parameters": None, "rope_theta": 5000.0, "rope_local_base_freq": 70.0,
+         "rope_scaling": {"rope_type": "linear", "factor": 4.0}},
+    ),
+    "Gemma 3 with a pattern of windows": ("gemma3", {"layer_types": None, "sliding_window_pattern": 2}),
+    "Gemma 3 with scaled positions in a layer type": (
+        "gemma3", {"rope_parameters": {"sliding_attention": tiny.YARN_ROPE, "full_attention": None}},
+    ),
     "GPT-2 with the other names of its sizes": (
         "gpt2",
         {"n_layer": 7, "num_hidden_layers": 2, "num_attention_heads": 3, "n_positions": 9,
@@ -227,10 +263,13 @@ SLIDING = ["sliding_attention"] * 3
         ("qwen3", {"layer_types": ["full_attention"]}, "layer_types with 1 entries for 3 layers"),
         ("llama", {"model_type": "qwen2"}, "model_type = 'qwen2' with architecture LlamaForCausalLM"),
         ("llama", {"rope_parameters": {"full_attention": ROPE, "sliding_attention": ROPE}}, "for each layer type"),
-        ("llama", {"rope_parameters": ROPE | {"rope_type": "longrope", "short_factor": [1.0] * 4}}, "longrope"),
         ("llama", {"rope_parameters": ROPE | {"rope_type": "proportional"}}, "proportional"),
         ("qwen2", {"rope_scaling": {"type": "mrope", "mrope_section": [1, 1, 2]}}, "mrope"),
         ("qwen3", {"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+        ("gemma2", {"use_bidirectional_attention": True}, "use_bidirectional_attention"),
+        ("gemma3", {"use_bidirectional_attention": True}, "use_bidirectional_attention"),
+        ("gemma3", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping = 50.0"),
+        ("gemma3", {"rope_parameters": ROPE}, "rope_parameters that are not for layer types"),
         ("mistral-window", {"hidden_act": "gelu"}, "hidden_act = 'gelu'"),
         ("gpt2", {"activation_function": "quick_gelu"}, "activation_function = 'quick_gelu'"),
         ("gpt2", {"add_cross_attention": True}, "add_cross_attention"),

@@ -343,7 +343,7 @@ ROPE = {"rope_theta": 1e4, "factor": 2.0}
         ({"hidden_act": "relu"}, "relu"),
         ({"num_key_value_heads": 4}, "6 attention heads over 4"),
         ({"head_dim": 7}, "odd head_dim"),
-        ({"rope_parameters": ROPE | {"rope_type": "longrope"}}, "longrope"),
+        ({"rope_parameters": ROPE | {"rope_type": "proportional"}}, "proportional"),
         (
             {"rope_parameters": ROPE | {"rope_type": "default", "partial_rotary_factor": 0.5}},
             "partial_rotary",

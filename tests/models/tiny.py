@@ -45,6 +45,12 @@ YARN_ROPE = {
     "rope_theta": 10000.0,
 }  # fmt: skip
 
+GEMMA = DECODER | {"head_dim": 16, "sliding_window": 6, "query_pre_attn_scalar": 24, "pad_token_id": None}
+LONG_ROPE = {
+    "rope_type": "longrope", "original_max_position_embeddings": 32, "rope_theta": 10000.0,
+    "short_factor": [1.0, 1.1, 1.5, 2.0], "long_factor": [1.0, 1.4, 3.0, 4.0],
+}  # fmt: skip
+
 #: name → (family as transformers calls it, settings)
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt2": ("GPT2", GPT2),
@@ -89,6 +95,30 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
             "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
         },
     ),
+    "gemma2": ("Gemma2", GEMMA | {"attn_logit_softcapping": 4.0, "final_logit_softcapping": 9.0}),
+    "gemma2-uncapped-biased": (
+        "Gemma2",
+        GEMMA
+        | {
+            "hidden_size": 60, "num_attention_heads": 5, "num_key_value_heads": 1, "attention_bias": True,
+            "attn_logit_softcapping": None, "final_logit_softcapping": None, "tie_word_embeddings": False,
+            "layer_types": ["full_attention", "sliding_attention", "sliding_attention"],
+        },
+    ),
+    "gemma3": ("Gemma3", GEMMA | {"num_hidden_layers": 6, "initializer_range": 0.2}),
+    "gemma3-scaled": (
+        "Gemma3",
+        GEMMA
+        | {
+            "head_dim": 12, "num_key_value_heads": 3, "final_logit_softcapping": 20.0, "attention_bias": True,
+            "tie_word_embeddings": False,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+            "rope_parameters": {
+                "sliding_attention": {"rope_type": "default", "rope_theta": 500.0},
+                "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 90000.0},
+            },
+        },
+    ),
 }  # fmt: skip
 
 
@@ -96,10 +126,9 @@ def build_model(variant: str, seed: int = 0, **changes: Any) -> transformers.Pre
     """A random model in float32, norms and biases random as well, without end-of-sequence tokens."""
     family, settings = VARIANTS[variant]
     settings = settings | changes
-    config = getattr(transformers, f"{family}Config")(**settings, eos_token_id=None, bos_token_id=None)
-    head = "GPT2LMHeadModel" if family == "GPT2" else f"{family}ForCausalLM"
+    kind = getattr(transformers, "GPT2LMHeadModel" if family == "GPT2" else f"{family}ForCausalLM")
     torch.manual_seed(seed)
-    model = getattr(transformers, head)(config).eval()
+    model = kind(kind.config_class(**settings, eos_token_id=None, bos_token_id=None)).eval()
     for name, parameter in model.named_parameters():
         if name.endswith("bias"):
             torch.nn.init.normal_(parameter, 0, 0.2)

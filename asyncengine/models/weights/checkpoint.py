@@ -30,7 +30,9 @@ MAX_HEADER_BYTES = 32 << 20
 
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 # Buffers that old checkpoints carry along, and heads that are tied to the embedding.
-_HARMLESS = re.compile(r"rotary_emb\.inv_freq$|attn\.(masked_)?bias$|^lm_head\.weight$")
+_HARMLESS = re.compile(r"rotary_emb\.inv_freq$|attn\.(masked_)?bias$|^(language_model\.)?lm_head\.weight$")
+_IMAGES = re.compile(r"^(model\.)?(vision_tower|multi_modal_projector)\.")
+"""Names of the tensors by which a model sees images, beside its language model."""
 _TRUNK = re.compile(r"^(model|transformer)\.")
 _PAGE = 4096
 _CPU = torch.device("cpu")
@@ -174,10 +176,10 @@ class Checkpoint:
         return torch.equal(one, two)
 
     def get(self, name: str, *shape: int, part: Part = WHOLE) -> Tensor:
-        in_file = part.of(self._read(name, shape))
-        stored = _aligned(in_file)
-        in_place = stored is in_file and stored.is_contiguous()
-        if in_place and stored.dtype == self._dtype and self._device == _CPU:
+        whole = self._read(name, shape)
+        stored = _aligned(part.of(whole))
+        in_place = stored.untyped_storage().data_ptr() == whole.untyped_storage().data_ptr()
+        if in_place and stored.is_contiguous() and stored.dtype == self._dtype and self._device == _CPU:
             # Reads the pages now: the bar tells the truth, and the first request does not wait for the disk.
             stored.flatten().view(torch.uint8)[::_PAGE].sum()
             self.mapped_bytes += stored.nbytes
@@ -211,6 +213,9 @@ class Checkpoint:
         """The model is built: complete the bar and log, in one line, the tensors it has not asked for."""
         self._progress.complete()
         extra = [n for n in self._shard_of if n not in self._used and not _HARMLESS.search(n)]
+        if count := sum(_IMAGES.match(n) is not None for n in extra):
+            logger.warning("%s: %d tensors for images are left out: images are not served", self._directory, count)
+            extra = [n for n in extra if not _IMAGES.match(n)]
         if extra:
             names = (n if n.isprintable() and len(n) < 100 else excerpt(n) for n in sorted(extra)[:5])
             shown = ", ".join(names) + (", ..." if len(extra) > 5 else "")
@@ -229,8 +234,13 @@ class Checkpoint:
         return {name: kept for name, kept in metadata.items() if name not in self._shard_of and kept in self._shard_of}
 
     def _key(self, name: str) -> str | None:
-        """The name under which the files hold a tensor; those of a model without a head leave out the trunk's name."""
-        for key in (name, _TRUNK.sub("", name)):
+        """The name under which the files hold a tensor.
+
+        Those of a model without a head leave out the trunk's name. Those of a model for images put the name of its
+        language model before it, or behind "model".
+        """
+        bare = _TRUNK.sub("", name)
+        for key in (name, bare, f"model.language_model.{bare}", f"language_model.{name}", f"language_model.{bare}"):
             if key in self._shard_of:
                 return key
             if key in self._shared:
@@ -269,9 +279,10 @@ class Checkpoint:
             )
         if tensor.dtype not in _FLOATS:
             raise WeightMismatchError(f"tensor {key} in {path}: expected floats, found {tensor.dtype}")
-        self._used.add(key)
-        self.num_parameters += tensor.numel()
-        self._progress.add(tensor.nbytes)
+        if key not in self._used:  # several projections may share it
+            self._used.add(key)
+            self.num_parameters += tensor.numel()
+            self._progress.add(tensor.nbytes)
         return tensor
 
 
@@ -301,6 +312,9 @@ class DummyWeights:
         return True
 
     def get(self, name: str, *shape: int, part: Part = WHOLE) -> Tensor:
+        if part.rows is not None:
+            first, behind = part.rows
+            shape, part = (behind - first, *shape[1:]), part._replace(rows=None)
         needed = self.owned_bytes + math.prod(shape) * self._pool.itemsize
         if self._room is not None and needed > self._room:
             raise ConfigError(f"the weights do not fit into memory: {needed:,} bytes of {self._room:,}, up to {name}")

@@ -27,14 +27,27 @@ class Part(NamedTuple):
     """Number of parts of one size, one for each rank."""
     blocks: int = 1
     """Number of matrices that lie one after another along the axis. Each is cut by itself."""
+    rows: tuple[int, int] | None = None
+    """First row of a projection and the row behind its last, in a tensor that holds several one below another. The part
+    is taken of this projection alone."""
+    order: Tensor | None = None
+    """int64 [D], the order that rows take within each head of D rows; None: they stay as they are."""
 
     def of(self, tensor: Tensor) -> Tensor:
-        """The part of a tensor that is there as a whole: a view, or a copy where there are several blocks.
+        """The part of a tensor that is there as a whole: a view, or a copy where there are several blocks or an order.
 
         Raises UnsupportedModelError if the axis cannot be cut into as many parts.
         """
-        if self.ranks == 1:
-            return tensor
+        if self.rows is not None:
+            tensor = tensor[self.rows[0] : self.rows[1]]
+        if self.ranks > 1:
+            tensor = self._cut(tensor)
+        if self.order is not None:
+            heads = torch.arange(0, len(tensor), len(self.order), device=tensor.device)
+            tensor = tensor[(heads[:, None] + self.order.to(tensor.device)).flatten()]
+        return tensor
+
+    def _cut(self, tensor: Tensor) -> Tensor:
         size = tensor.shape[self.axis]
         if size % (self.ranks * self.blocks):
             raise UnsupportedModelError(

@@ -30,22 +30,34 @@ class WeightSource:
         *,
         cut: Cut = "whole",
         blocks: int = 1,
+        rows: tuple[int, int] | None = None,
+        order: Tensor | None = None,
         transposed: bool = False,
     ) -> PackedWeight:
         """The weight of a projection.
 
-        ``blocks`` matrices of one size may lie one below another, of which a rank takes rows by themselves.
+        ``blocks`` matrices of one size may lie one below another, of which a rank takes rows by themselves. With
+        ``rows`` it is a part of the module's weight, and with an ``order`` of rows another: see ``Part``.
         ``transposed``: a dense checkpoint holds it as [in_features, out_features].
         """
-        part, shape = self._shard.part(cut, blocks), (out_features, in_features)
+        part, shape = self._shard.part(cut, blocks)._replace(rows=rows, order=order), (out_features, in_features)
         return self._format.weight(self._tensors, module, shape, part, transposed=transposed)
 
-    def bias(self, module: str, out_features: int, *, cut: Cut = "whole", blocks: int = 1) -> Tensor:
+    def bias(
+        self,
+        module: str,
+        out_features: int,
+        *,
+        cut: Cut = "whole",
+        blocks: int = 1,
+        rows: tuple[int, int] | None = None,
+        order: Tensor | None = None,
+    ) -> Tensor:
         """The bias of a projection whose weight is cut in this way.
 
         Products of columns are added up over the ranks: the first rank has the bias, the others have zeros.
         """
-        part = self._shard.part("whole" if cut == "columns" else cut, blocks)
+        part = self._shard.part("whole" if cut == "columns" else cut, blocks)._replace(rows=rows, order=order)
         bias = self._tensors.get(f"{module}.bias", out_features, part=part)
         return torch.zeros_like(bias) if cut == "columns" and self._shard.rank else bias
 

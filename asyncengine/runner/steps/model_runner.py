@@ -285,15 +285,15 @@ def _check_memory_beside_cache(config: EngineConfig, model: ModelConfig, max_mod
 
     For a sequence that is its block table, what is kept of it while it runs, its mask, and in each step in flight its
     input and its records; for a token its id in each step's input. For rotary positions it is a table of cosines and
-    sines, joined from its halves, which are computed from the angles. Without this check the system may end the
+    sines for each kind, and its halves, which are computed from the angles. Without this check the system may end the
     process.
     """
     steps = config.steps_in_flight
     of_sequence = 4 * -(-max_model_len // config.block_size) + _SLOT_BYTES + model.vocab_size // 8
     of_sequence += 4 * steps * record_words(config.max_logprobs)
     needed = config.max_num_seqs * of_sequence + config.max_num_batched_tokens * steps * 8
-    if model.rope is not None:
-        needed += max_model_len * model.head_dim * (2 * 4 + 2)
+    if model.ropes:
+        needed += max_model_len * model.head_dim * (4 * len(model.ropes) + 6)
     total = total_memory()
     if needed > total // 2:
         raise ConfigError(

@@ -54,8 +54,8 @@ def read() -> None:
     model = family.read_config(raw)
     read_eos_token_ids(DIRECTORY, raw, model.vocab_size)
     choose_dtype("auto", raw.dtype)
-    if model.rope is not None:
-        rotary_table(model.rope, model.head_dim, min(model.max_positions, 16))
+    for rope in model.ropes:
+        rotary_table(rope, model.head_dim, min(model.max_positions, 16))
 
 
 def config(source: Source) -> dict[str, Any]:
