@@ -1,5 +1,6 @@
 """asyncengine: an LLM inference engine that lives inside one asyncio process."""
 
+from asyncengine._core import BlockMap, StepRecord
 from asyncengine.api.conversation import Conversation
 from asyncengine.api.field_docs import show_fields
 from asyncengine.api.logprobs import LogProb, TokenLogProbs
@@ -17,7 +18,7 @@ from asyncengine.api.outputs import (
     Usage,
 )
 from asyncengine.api.request import ChatMessage, SamplingParams
-from asyncengine.api.stats import BlockMap, DebugStats, EngineSnapshot, EngineStats, StepRecord, WakeRecord
+from asyncengine.api.stats import DebugStats, EngineSnapshot, EngineStats, WakeRecord
 from asyncengine.api.structured_outputs import StructuredOutputs
 from asyncengine.bundled import path as bundled_model
 from asyncengine.config import EngineConfig

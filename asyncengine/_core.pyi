@@ -5,7 +5,7 @@ Calls that compute release the GIL.
 
 import enum
 from collections.abc import Callable, Sequence
-from typing import ClassVar, Final
+from typing import ClassVar, Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -193,85 +193,36 @@ class CpuKernels:
     def panel_steps(self, dtype: Dtype, /) -> int: ...
     def linear(self, weights: CpuLinear, x: int, x_stride: int, rows: int, y: int, y_float32: bool, /) -> None: ...
     def norm_linear(
-        self,
-        norm: CpuNorm,
-        weights: CpuLinear,
-        x: int,
-        residual: int,
-        rows: int,
-        y: int,
-        y_float32: bool,
-        activation: ActivationFunction | None,
-        /,
-    ) -> None:
+        self, norm: CpuNorm, weights: CpuLinear, x: int, residual: int, rows: int, y: int, y_float32: bool,
+        activation: ActivationFunction | None, /,
+    ) -> None:  # fmt: skip
         """linear of the norm of x, or with a residual (0: none) of residual += x, activated."""
     def pack_panels(self, dtype: Dtype, weight: int, transposed: bool, rows: int, k: int, panels: int, /) -> None: ...
     def embed(self, table: CpuLinear, position_table: int, batch: StepBatch, y: int, scale: float, /) -> None:
         """y = the tokens' rows of the table times scale, plus those of their positions (0: none)."""
     def norm(
-        self,
-        dtype: Dtype,
-        x: int,
-        x_stride: int,
-        residual: int,
-        weight: int,
-        bias: int,
-        y: int,
-        y_stride: int,
-        tokens: int,
-        heads: int,
-        width: int,
-        eps: float,
-        /,
-    ) -> None: ...
+        self, dtype: Dtype, x: int, x_stride: int, residual: int, weight: int, bias: int, y: int, y_stride: int,
+        tokens: int, heads: int, width: int, eps: float, /,
+    ) -> None: ...  # fmt: skip
     def activation(
         self, dtype: Dtype, function: ActivationFunction, gated: bool, x: int, y: int, rows: int, width: int, /
     ) -> None:
         """y [rows, width] = function(x); gated: of x [rows, 2 * width], function(first half) * second half."""
     def rotary(
-        self,
-        dtype: Dtype,
-        x: int,
-        token_stride: int,
-        tokens: int,
-        heads: int,
-        head_dim: int,
-        cos_sin: int,
-        positions: int,
-        /,
-    ) -> None: ...
+        self, dtype: Dtype, x: int, token_stride: int, tokens: int, heads: int, head_dim: int, cos_sin: int,
+        positions: int, /,
+    ) -> None: ...  # fmt: skip
     def store_kv(
         self, dtype: Dtype, k: int, k_stride: int, v: int, v_stride: int, cache: PagedKV, batch: StepBatch, /
     ) -> None: ...
     def paged_attention(
-        self,
-        dtype: Dtype,
-        q: int,
-        q_stride: int,
-        tokens: int,
-        num_q_heads: int,
-        out: int,
-        cache: PagedKV,
-        batch: StepBatch,
-        scale: float,
-        window: int,
-        softcap: float,
-        /,
-    ) -> None: ...
+        self, dtype: Dtype, q: int, q_stride: int, tokens: int, num_q_heads: int, out: int, cache: PagedKV,
+        batch: StepBatch, scale: float, window: int, softcap: float, /,
+    ) -> None: ...  # fmt: skip
     def attention(
-        self,
-        dtype: Dtype,
-        heads: int,
-        tokens: int,
-        num_q_heads: int,
-        out: int,
-        cache: PagedKV,
-        batch: StepBatch,
-        scale: float,
-        window: int,
-        softcap: float,
-        /,
-    ) -> None:
+        self, dtype: Dtype, heads: int, tokens: int, num_q_heads: int, out: int, cache: PagedKV, batch: StepBatch,
+        scale: float, window: int, softcap: float, /,
+    ) -> None:  # fmt: skip
         """ValueError unless tokens are the batch's."""
     def soft_cap(self, x: int, rows: int, width: int, cap: float, /) -> None:
         """float32 x = cap * tanh(x / cap), in place."""
@@ -280,7 +231,7 @@ class CpuKernels:
 # ---- block manager and scheduler, without their thread: for tests and bench/core ----
 
 class HybridConfig:
-    """Settings of host rows (csrc/core/hybrid/hybrid_config.h). A wrong count raises ValueError."""
+    """Settings of host rows (csrc/core/hybrid/hybrid_config.inl). A wrong count raises ValueError."""
 
     def __init__(
         self, *, lanes: int = 0, layers: int = 0, workers: int = 1, attend_ns: float = 0.0, exchange_ns: float = 0.0,
@@ -291,24 +242,21 @@ class HybridConfig:
     ENOUGH_TOKENS: ClassVar[int]
     """Attended to on the host: from then on their times tell more than what was measured beforehand."""
 
+class ItlTargets:
+    """Nanoseconds that steps with decode rows may take, by priority, or 0 (csrc/core/itl_targets.inl)."""
+
+    def __init__(self, *, ns: int = 0, of_class: Sequence[tuple[int, int]] = ()) -> None: ...
+
 class SchedulerConfig:
-    """Counts are checked: ValueError. prefill_chunk_size 0 means as many tokens as the step has room for."""
+    """Settings of the scheduler (csrc/core/scheduler_config.inl). A wrong count raises ValueError."""
 
     def __init__(
-        self, *, num_blocks: int, block_size: int, max_num_seqs: int, max_num_batched_tokens: int,
-        prefill_chunk_size: int, max_model_len: int, prefix_caching: bool, token_buckets: Sequence[int] = (),
-        max_samples: int = 0, max_update_words: int = 0, max_result_words: int = 0, mask_words: int = 0,
-        num_host_blocks: int = 0, costs: StepCosts = ..., target_itl_ns: int = 0,
-        target_itl_ns_by_priority: Sequence[tuple[int, int]] = (), paced_chunk_size: int = 0,
-        hybrid: HybridConfig = ...,
-    ) -> None:  # fmt: skip
-        """token_buckets: ascending sizes of step; a chunk that does not finish its prompt fills one of them.
-
-        Budgets of a step: samples (0 is max_num_seqs), words of entries and of records. mask_words 0: no masks.
-        num_host_blocks: of a host tier, which needs prefix_caching.
-        Targets of (priority, nanoseconds): of steps with decode rows, if costs are known. paced_chunk_size: where a
-        target decides, in place of prefill_chunk_size.
-        """
+        self, *, num_blocks: int = 0, block_size: int = 16, max_num_seqs: int = 256,
+        max_num_batched_tokens: int = 2048, prefill_chunk_size: int = 0, max_model_len: int = 0,
+        prefix_caching: bool = True, token_buckets: Sequence[int] = (), max_samples: int = 0,
+        max_update_words: int = 0, max_result_words: int = 0, mask_words: int = 0, num_host_blocks: int = 0,
+        costs: StepCosts = ..., targets: ItlTargets = ..., paced_chunk_size: int = 0, hybrid: HybridConfig = ...,
+    ) -> None: ...  # fmt: skip
 
 class StepCosts:
     """Times in nanoseconds; 0 where nothing is known."""
@@ -426,12 +374,16 @@ class SubmitResult(enum.Enum):
     """The executor does not serve what the request needs, or nothing that it needs writes the records that it wants."""
 
 class StepLoopConfig:
+    """Settings of a step loop (csrc/step_loop/step_loop_config.inl). A wrong count raises ValueError.
+
+    A step loop raises RuntimeError if disk_path cannot be used.
+    """
+
     def __init__(
-        self, *, scheduler: SchedulerConfig, steps_in_flight: int, max_queued_requests: int, max_queued_tokens: int,
-        priority_ageing_s: float, step_timeout_s: float, late_launch: bool, disk_path: str = "",
-        fingerprint: str = "", disk_bytes: int = 0,
-    ) -> None:  # fmt: skip
-        """disk_path: for KV blocks behind a host tier. A step loop raises RuntimeError if it cannot be used."""
+        self, *, scheduler: SchedulerConfig = ..., steps_in_flight: int = 2, max_queued_requests: int = 4096,
+        max_queued_tokens: int = 4194304, priority_ageing_s: float = 30.0, step_timeout_s: float = 600.0,
+        late_launch: bool = False, disk_path: str = "", fingerprint: str = "", disk_bytes: int = 0,
+    ) -> None: ...  # fmt: skip
 
 class SimulatedDevice:
     """A device in software, and a model whose next token is a hash of all tokens before. Runs one step loop."""
@@ -508,18 +460,32 @@ class HostPool:
     def block(self, host: int) -> int:
         """Address of block_bytes."""
 
+class HostShape:
+    """The heads of host rows (csrc/platform/host/host_shape.inl). A wrong count raises ValueError."""
+
+    def __init__(
+        self, *, dtype: Dtype = Dtype.float32, num_slots: int = 1, num_q_heads: int = 1, num_kv_heads: int = 1,
+        head_dim: int = 2,
+    ) -> None: ...  # fmt: skip
+    dtype: Final[Dtype]
+    num_slots: Final[int]
+    num_q_heads: Final[int]
+    num_kv_heads: Final[int]
+    head_dim: Final[int]
+
+class HostLayer:
+    """Attention of a layer on the host (csrc/platform/host/host_layer.inl); scales: address of PagedKV.scales or 0."""
+
+    def __init__(self, *, scale: float = 1.0, window: int = 0, softcap: float = 0.0, scales: int = 0) -> None: ...
+    scale: Final[float]
+    window: Final[int]
+    softcap: Final[float]
+    scales: Final[int]
+
 class HostExchange:
     """Memory through which the device and the host pass heads of host rows (csrc/platform/host/host_exchange.h)."""
 
-    def __init__(
-        self,
-        dtype: Dtype,
-        num_slots: int,
-        num_q_heads: int,
-        num_kv_heads: int,
-        head_dim: int,
-        device: CudaDevice | None,
-    ) -> None:
+    def __init__(self, shape: HostShape, device: CudaDevice | None) -> None:
         """Allocate the memory, pinned for the device. Raises RuntimeError if there is none."""
     mailboxes: Final[int]
     """Address of int64 [num_slots, mailbox_words]."""
@@ -546,27 +512,16 @@ class HostWorkers:
 
     def __init__(
         self, exchange: HostExchange, *, pool: HostPool, block_size: int, transposed_keys: bool,
-        layers: Sequence[tuple[float, int, float, int]], num_workers: int, isa: str = "auto",
-        link: GraphLink | None = None,
+        layers: Sequence[HostLayer], num_workers: int, isa: str = "auto", link: GraphLink | None = None,
     ) -> None:  # fmt: skip
-        """layers: scale, window, softcap, address of PagedKV.scales or 0. ValueError for blocks of another shape."""
+        """Raises ValueError for blocks of another shape."""
     def close(self, limit_s: float) -> bool:
         """False: one of them hangs."""
 
 def time_host_attention(
-    dtype: Dtype,
-    num_q_heads: int,
-    num_kv_heads: int,
-    head_dim: int,
-    block_size: int,
-    transposed_keys: bool,
-    num_workers: int,
-    tokens: int,
-    float8: bool = False,
-    isa: str = "auto",
-    pool: HostPool | None = None,
-    num_layers: int = 1,
-) -> float:
+    shape: HostShape, block_size: int, transposed_keys: bool, num_workers: int, tokens: int, float8: bool = False,
+    isa: str = "auto", pool: HostPool | None = None, num_layers: int = 1,
+) -> float:  # fmt: skip
     """Nanoseconds of a worker per token of context in a layer, while all of them attend over rows of so many tokens.
 
     They lie in blocks of ``pool``, which nobody uses yet, if these have ``num_layers``; else in memory of one layer.
@@ -631,18 +586,60 @@ class SequenceNews(
 class CpuLanes:
     """Lanes of the CPU's steps (csrc/platform/cpu/lanes.h)."""
 
-    def __init__(
-        self, *, dtype: Dtype, num_slots: int, num_q_heads: int, num_kv_heads: int, head_dim: int, hidden_size: int
-    ) -> None: ...
+    def __init__(self, shape: HostShape, hidden_size: int) -> None: ...
     def exchange(self, batch: StepBatch, layer: int, heads: int, x: int, residual: int) -> None:
         """Addresses of rows, one for each token of the step."""
 
 class CpuHostRows:
-    """layers: scale, window, softcap, and the address of float8 scales or 0."""
+    def __init__(self, *, lanes: CpuLanes, layers: Sequence[HostLayer], num_workers: int, isa: str) -> None: ...
 
-    def __init__(
-        self, *, lanes: CpuLanes, layers: Sequence[tuple[float, int, float, int]], num_workers: int, isa: str
-    ) -> None: ...
+class StepRecord(NamedTuple):
+    """A step that is over. Times are those of time.monotonic_ns()."""
+
+    step: int = 0
+    begun_ns: int = 0
+    """Scheduling began."""
+    packed_ns: int = 0
+    """The step was scheduled and packed, and the launch began."""
+    launched_ns: int = 0
+    """The launch returned. The device runs the step from then on, or once the step before is over."""
+    ready_ns: int = 0
+    """The step thread saw that the device was done."""
+    committed_ns: int = 0
+    """The step's tokens were taken in, and offered to the event loop."""
+    rows: int = 0
+    """Sequences in it."""
+    tokens: int = 0
+    """Computed in it, of prompts too."""
+    decode_rows: int = 0
+    """Sequences of which it computes one more token, and no prompt."""
+    predicted_ns: int = 0
+    """Predicted duration, from the end of the step before or this step's launch; 0 where costs were not measured."""
+
+class BlockMap(NamedTuple):
+    """The KV blocks in order, in cells of ``blocks_per_cell``, at most 1,024 cells.
+
+    A byte of ``held``, ``shared`` and ``cached`` says how many blocks of its cell are so, 0 to 255 for none to all. The
+    rest is free.
+    """
+
+    blocks_per_cell: int = 1
+    held: bytes = b""
+    """Share of the blocks that one sequence holds."""
+    shared: bytes = b""
+    """Share of the blocks that several sequences hold."""
+    cached: bytes = b""
+    """Share of the blocks that the prefix cache alone holds."""
+
+class StepTokens(NamedTuple):
+    """A histogram of the tokens that steps computed."""
+
+    bounds: tuple[int, ...] = ()
+    """Upper bounds, rising; a step of as many tokens as a bound counts below it."""
+    counts: tuple[int, ...] = ()
+    """Steps between each bound and the one before it, and at the end the steps above the last bound."""
+    total: int = 0
+    """Tokens of all steps."""
 
 class StepLoop:
     """submit, abort and drain belong to the event loop's thread. No call waits for the step thread but stop()."""
@@ -693,15 +690,13 @@ class StepLoop:
         """Return why steps failed whose requests drain() gave with step_failed since the last call, one line each."""
     def stats(self) -> dict[str, int]:
         """Every statistic by its name: csrc/core/stats.inl lists them."""
-    def step_tokens(self) -> tuple[tuple[int, ...], tuple[int, ...], int]:
-        """A histogram of the tokens of each step: upper bounds, counts (one more, of larger steps), and the sum."""
+    def step_tokens(self) -> StepTokens: ...
     def watch(self, on: bool) -> None:
         """Record steps from now on, or no longer."""
-    def last_steps(self, most: int) -> list[tuple[int, int, int, int, int, int, int, int, int, int]]:
-        """Return the last recorded steps, oldest first: the fields of StepRecord in csrc/step_loop/step_watch.h."""
-    def block_map(self) -> tuple[int, bytes, bytes, bytes]:
-        """Blocks per cell, then of each cell the share that one sequence holds, several hold, and only the prefix
-        cache keeps, 0..255. As they were when this was called before: the step thread looks meanwhile."""
+    def last_steps(self, most: int) -> list[StepRecord]:
+        """Return the last recorded steps, oldest first."""
+    def block_map(self) -> BlockMap:
+        """As it was when this was called before: the step thread looks meanwhile."""
     wake_fd: Final[int]
     """Readable when drain() has something."""
     error: Final[str]

@@ -11,7 +11,7 @@ import json
 import os
 import statistics
 
-from asyncengine._core import CpuKernels, Dtype, time_host_attention
+from asyncengine._core import CpuKernels, Dtype, HostShape, time_host_attention
 
 Q_HEADS, KV_HEADS, HEAD_DIM, BLOCK_SIZE = 32, 8, 128, 16
 CACHES = {
@@ -45,9 +45,8 @@ def main() -> None:
 
 def time_row(cache: str, transposed: bool, workers: int, tokens: int, isa: str) -> float:
     dtype, float8, _ = CACHES[cache]
-    return time_host_attention(
-        dtype, Q_HEADS, KV_HEADS, HEAD_DIM, BLOCK_SIZE, transposed, workers, tokens, float8=float8, isa=isa
-    )
+    shape = HostShape(dtype=dtype, num_q_heads=Q_HEADS, num_kv_heads=KV_HEADS, head_dim=HEAD_DIM)
+    return time_host_attention(shape, BLOCK_SIZE, transposed, workers, tokens, float8=float8, isa=isa)
 
 
 def report(cache: str, layout: str, workers: int, tokens: int, nanoseconds: float) -> None:

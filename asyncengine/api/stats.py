@@ -9,6 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Annotated, Literal, NamedTuple, Self
 
+from asyncengine._core import BlockMap, StepRecord, StepTokens
+
 
 class Exported(NamedTuple):
     """Export of a statistic by the server: under its own name, or under ``name``, with this help text."""
@@ -21,17 +23,6 @@ class Exported(NamedTuple):
 def _counted(cls: type, snapshot: Mapping[str, int]) -> dict[str, int]:
     """The fields of a class that the snapshot has."""
     return {field.name: snapshot[field.name] for field in fields(cls) if field.name in snapshot}
-
-
-class StepTokens(NamedTuple):
-    """A histogram of the tokens that steps computed."""
-
-    bounds: tuple[int, ...]
-    """Upper bounds, rising; a step of as many tokens as a bound counts below it."""
-    counts: tuple[int, ...]
-    """Steps between each bound and the one before it, and at the end the steps above the last bound."""
-    total: int
-    """Tokens of all steps."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,30 +123,6 @@ class DebugStats:
         return {name: value for name in self.__slots__ if name not in names and (value := getattr(self, name))}
 
 
-class StepRecord(NamedTuple):
-    """A step that is over. Times are those of time.monotonic_ns()."""
-
-    step: int
-    begun_ns: int
-    """Scheduling began."""
-    packed_ns: int
-    """The step was scheduled and packed, and the launch began."""
-    launched_ns: int
-    """The launch returned. The device runs the step from then on, or once the step before is over."""
-    ready_ns: int
-    """The step thread saw that the device was done."""
-    committed_ns: int
-    """The step's tokens were taken in, and offered to the event loop."""
-    rows: int
-    """Sequences in it."""
-    tokens: int
-    """Computed in it, of prompts too."""
-    decode_rows: int = 0
-    """Sequences of which it computes one more token, and no prompt."""
-    predicted_ns: int = 0
-    """Predicted duration, from the end of the step before or this step's launch; 0 where costs were not measured."""
-
-
 class WakeRecord(NamedTuple):
     """The event loop took in what steps gave. Times are those of time.monotonic_ns()."""
 
@@ -164,23 +131,6 @@ class WakeRecord(NamedTuple):
     """Every request had its tokens."""
     handled_ns: int
     """The tasks that this woke had run: a server has sent the text."""
-
-
-@dataclass(frozen=True, slots=True)
-class BlockMap:
-    """The KV blocks in order, in cells of ``blocks_per_cell``, at most 1,024 cells.
-
-    A byte of ``held``, ``shared`` and ``cached`` says how many blocks of its cell are so, 0 to 255 for none to all. The
-    rest is free.
-    """
-
-    blocks_per_cell: int
-    held: bytes
-    """Share of the blocks that one sequence holds."""
-    shared: bytes
-    """Share of the blocks that several sequences hold."""
-    cached: bytes
-    """Share of the blocks that the prefix cache alone holds."""
 
 
 @dataclass(frozen=True, slots=True)

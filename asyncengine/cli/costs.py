@@ -17,8 +17,8 @@ from asyncengine.cli.benchmarks.report import percentile
 from asyncengine.config import EngineConfig
 
 if TYPE_CHECKING:
+    from asyncengine._core import StepRecord
     from asyncengine.api.model_info import ModelInfo
-    from asyncengine.api.stats import StepRecord
     from asyncengine.engine.engine import AsyncEngine
     from asyncengine.runner.backend import Backend
     from asyncengine.runner.costs.table import CostTable, KnownCosts

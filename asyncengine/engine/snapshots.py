@@ -6,15 +6,7 @@ import asyncio
 import time
 from collections import deque
 
-from asyncengine.api.stats import (
-    BlockMap,
-    DebugStats,
-    EngineSnapshot,
-    EngineStats,
-    StepRecord,
-    StepTokens,
-    WakeRecord,
-)
+from asyncengine.api.stats import DebugStats, EngineSnapshot, EngineStats, WakeRecord
 from asyncengine.engine.life import Life
 
 MOST_WAKES = 32
@@ -33,7 +25,7 @@ class Snapshots:
     def stats(self) -> EngineStats:
         """See ``AsyncEngine.stats``."""
         step_loop = self._life.loaded().step_loop
-        return EngineStats.of(step_loop.stats(), StepTokens(*step_loop.step_tokens()))
+        return EngineStats.of(step_loop.stats(), step_loop.step_tokens())
 
     def debug_stats(self) -> DebugStats:
         """See ``AsyncEngine.debug_stats``."""
@@ -51,9 +43,9 @@ class Snapshots:
         snapshot = EngineSnapshot(
             time_ns=time.monotonic_ns(),
             stats=self.stats(),
-            steps=tuple(StepRecord(*fields) for fields in step_loop.last_steps(_MOST_STEPS)),
+            steps=tuple(step_loop.last_steps(_MOST_STEPS)),
             wakes=tuple(self._wakes),
-            blocks=BlockMap(*step_loop.block_map()),
+            blocks=step_loop.block_map(),
         )
         if self._wakes_to_record == 0:
             self._record(True)

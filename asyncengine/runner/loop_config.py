@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from asyncengine._core import HybridConfig, SchedulerConfig, StepCosts, StepLoopConfig
+from asyncengine._core import HybridConfig, ItlTargets, SchedulerConfig, StepCosts, StepLoopConfig
 from asyncengine.api.logprobs import record_words
 from asyncengine.api.model_info import ModelInfo
 from asyncengine.config import EngineConfig
@@ -127,8 +127,10 @@ def scheduler_config(
         max_result_words=_result_words(config, model_info),
         num_host_blocks=model_info.num_host_kv_blocks,
         costs=costs.native() if costs else StepCosts(),
-        target_itl_ns=round(1e6 * (config.target_itl_ms or 0)),
-        target_itl_ns_by_priority=[(p, max(1, round(1e6 * ms))) for p, ms in config.itl_targets_by_priority.items()],
+        targets=ItlTargets(
+            ns=round(1e6 * (config.target_itl_ms or 0)),
+            of_class=[(p, max(1, round(1e6 * ms))) for p, ms in config.itl_targets_by_priority.items()],
+        ),
         paced_chunk_size=0 if chunk in (None, default) else chunk,
         hybrid=hybrid_config(config, model_info, costs),
     )

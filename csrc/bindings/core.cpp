@@ -9,47 +9,37 @@
 #include <vector>
 
 #include "bindings/harness.h"
+#include "bindings/records.h"
 #include "core/scheduler.h"
 #include "step_loop/step_loop.h"
 
 namespace asyncengine {
 namespace {
 
-SchedulerConfig make_scheduler_config(int32_t num_blocks, int32_t block_size, int32_t max_num_seqs, int32_t max_num_batched_tokens,
-                                      int32_t prefill_chunk_size, int32_t max_model_len, bool prefix_caching,
-                                      std::vector<int32_t> token_buckets, int32_t max_samples, int32_t max_update_words,
-                                      int32_t max_result_words, int32_t mask_words, int32_t num_host_blocks, const StepCosts& costs,
-                                      int64_t target_itl_ns, std::vector<std::pair<int32_t, int64_t>> target_itl_ns_by_priority,
-                                      int32_t paced_chunk_size, const HybridConfig& hybrid) {
-  require(num_blocks >= 1 && max_num_seqs >= 1 && max_model_len >= 1 && prefill_chunk_size >= 0, "counts must be positive");
-  require(block_size >= 16 && block_size % 16 == 0, "block_size must be a multiple of 16");
-  require(max_num_batched_tokens >= max_num_seqs, "max_num_batched_tokens must be at least max_num_seqs");
-  require(std::ranges::is_sorted(token_buckets), "token_buckets must ascend");
-  require(max_samples >= 0 && max_update_words >= 0 && max_result_words >= 0 && mask_words >= 0, "budgets must not be negative");
-  require(num_host_blocks >= 0 && (num_host_blocks == 0 || prefix_caching), "a host tier needs prefix_caching");
-  require(!hybrid.any() || (num_host_blocks > 0 && hybrid.layers >= 1), "host rows need a host tier and layers");
-  require(max_num_batched_tokens >= max_num_seqs + hybrid.lanes,
-          "max_num_batched_tokens must leave room for lanes beside max_num_seqs");
-  require(target_itl_ns >= 0 && paced_chunk_size >= 0, "targets and chunks must not be negative");
-  require(std::ranges::all_of(target_itl_ns_by_priority, [](const auto& target) { return target.second > 0; }),
+void check_hybrid(const HybridConfig& hybrid) {
+  require(hybrid.lanes >= 0 && hybrid.lanes <= 64 && hybrid.layers >= 0, "lanes must be 0 to 64, and layers not negative");
+  require(hybrid.workers >= 1 && hybrid.attend_ns >= 0 && hybrid.exchange_ns >= 0 && hybrid.max_rows >= 0 &&
+              hybrid.host_tokens >= 0 && hybrid.job_timeout_ns > 0,
+          "counts and times must not be negative");
+}
+
+void check_targets(const ItlTargets& targets) {
+  require(targets.ns >= 0 && std::ranges::all_of(targets.of_class, [](const auto& target) { return target.second > 0; }),
           "targets must be positive");
-  return {num_blocks,
-          block_size,
-          max_num_seqs,
-          max_num_batched_tokens,
-          prefill_chunk_size,
-          max_model_len,
-          prefix_caching,
-          std::move(token_buckets),
-          max_samples,
-          max_update_words,
-          max_result_words,
-          mask_words,
-          num_host_blocks,
-          costs,
-          {target_itl_ns, std::move(target_itl_ns_by_priority)},
-          paced_chunk_size,
-          hybrid};
+}
+
+void check_config(const SchedulerConfig& c) {
+  require(c.num_blocks >= 1 && c.max_num_seqs >= 1 && c.max_model_len >= 1 && c.prefill_chunk_size >= 0, "counts must be positive");
+  require(c.block_size >= 16 && c.block_size % 16 == 0, "block_size must be a multiple of 16");
+  require(c.max_num_batched_tokens >= c.max_num_seqs, "max_num_batched_tokens must be at least max_num_seqs");
+  require(std::ranges::is_sorted(c.token_buckets), "token_buckets must ascend");
+  require(c.max_samples >= 0 && c.max_update_words >= 0 && c.max_result_words >= 0 && c.mask_words >= 0,
+          "budgets must not be negative");
+  require(c.num_host_blocks >= 0 && (c.num_host_blocks == 0 || c.prefix_caching), "a host tier needs prefix_caching");
+  require(!c.hybrid.any() || (c.num_host_blocks > 0 && c.hybrid.layers >= 1), "host rows need a host tier and layers");
+  require(c.max_num_batched_tokens >= c.max_num_seqs + c.hybrid.lanes,
+          "max_num_batched_tokens must leave room for lanes beside max_num_seqs");
+  require(c.paced_chunk_size >= 0, "chunks must not be negative");
 }
 
 using CostPoint = std::tuple<int32_t, double, double>;
@@ -102,17 +92,7 @@ void bind_core(py::module_& m) {
       .def("recompute_ns", &StepCosts::recompute_ns)
       .def("copy_ns", &StepCosts::copy_ns);
 
-  py::class_<HybridConfig>(m, "HybridConfig")
-      .def(py::init([](int32_t lanes, int32_t layers, int32_t workers, double attend_ns, double exchange_ns, double min_gain,
-                       int32_t max_rows, int64_t host_tokens, int64_t job_timeout_ns) {
-             require(lanes >= 0 && lanes <= 64 && layers >= 0, "lanes must be 0 to 64, and layers not negative");
-             require(workers >= 1 && attend_ns >= 0 && exchange_ns >= 0 && max_rows >= 0 && host_tokens >= 0 && job_timeout_ns > 0,
-                     "counts and times must not be negative");
-             return HybridConfig{lanes, layers, workers, attend_ns, exchange_ns, min_gain, max_rows, host_tokens, job_timeout_ns};
-           }),
-           py::kw_only(), py::arg("lanes") = 0, py::arg("layers") = 0, py::arg("workers") = 1, py::arg("attend_ns") = 0.0,
-           py::arg("exchange_ns") = 0.0, py::arg("min_gain") = HybridConfig().min_gain, py::arg("max_rows") = 0,
-           py::arg("host_tokens") = 0, py::arg("job_timeout_ns") = HybridConfig().job_timeout_ns)
+  bind_record<HybridConfig>(m, "HybridConfig", check_hybrid)
       .def("gain",
            [](const HybridConfig& self, const StepCosts& costs, int32_t rows, int64_t attended) -> std::optional<double> {
              require(rows >= 1 && attended >= 1, "a row and a token at least");
@@ -121,15 +101,8 @@ void bind_core(py::module_& m) {
            })
       .def_readonly_static("ENOUGH_TOKENS", &HybridConfig::kEnoughTokens);
 
-  using Config = SchedulerConfig;
-  py::class_<Config>(m, "SchedulerConfig")
-      .def(py::init(&make_scheduler_config), py::kw_only(), py::arg("num_blocks"), py::arg("block_size"), py::arg("max_num_seqs"),
-           py::arg("max_num_batched_tokens"), py::arg("prefill_chunk_size"), py::arg("max_model_len"), py::arg("prefix_caching"),
-           py::arg("token_buckets") = std::vector<int32_t>(), py::arg("max_samples") = 0, py::arg("max_update_words") = 0,
-           py::arg("max_result_words") = 0, py::arg("mask_words") = 0, py::arg("num_host_blocks") = 0,
-           py::arg("costs") = StepCosts(), py::arg("target_itl_ns") = 0,
-           py::arg("target_itl_ns_by_priority") = std::vector<std::pair<int32_t, int64_t>>(), py::arg("paced_chunk_size") = 0,
-           py::arg("hybrid") = HybridConfig());
+  bind_record<ItlTargets>(m, "ItlTargets", check_targets);
+  bind_record<SchedulerConfig>(m, "SchedulerConfig", check_config);
 
   py::class_<BlockManager>(m, "BlockManager")
       .def(py::init<int32_t, int32_t, bool>(), py::arg("num_blocks"), py::arg("block_size"), py::arg("prefix_caching"))
@@ -175,7 +148,7 @@ void bind_core(py::module_& m) {
       .def("consistent", &BlockManager::consistent);
 
   py::class_<SchedulerHarness>(m, "SchedulerHarness")
-      .def(py::init<const Config&, int>(), py::arg("config"), py::arg("steps_in_flight"))
+      .def(py::init<const SchedulerConfig&, int>(), py::arg("config"), py::arg("steps_in_flight"))
       .def(
           "add",
           [](SchedulerHarness& self, uint64_t id, std::vector<int32_t> prompt, int32_t n, int32_t max_tokens,

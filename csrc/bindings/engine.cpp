@@ -1,6 +1,7 @@
 // The step loop on its executors.
 #include "bindings/device.h"
 #include "bindings/host_rows.h"
+#include "bindings/records.h"
 
 #include <algorithm>
 #include <atomic>
@@ -92,7 +93,7 @@ class GilProbe : public std::enable_shared_from_this<GilProbe> {
 // Parts of host rows where the CPU computes the steps: lanes, attention of each layer, and workers.
 struct CpuHostRows {
   std::shared_ptr<CpuLanes> lanes;
-  HostLayerTuples layers;
+  std::vector<HostLayer> layers;
   int num_workers;
   std::string isa;
 };
@@ -136,58 +137,32 @@ OwnedStepLoop make_cpu_loop(const StepLoopConfig& config, py::function forward, 
   return OwnedStepLoop(new StepLoop(config, std::move(executor)));
 }
 
-PyTypeObject *sequence_news_type, *record_type;  // for the life of the process, as the module
-
-PyTypeObject* add_named_tuple(py::module_& m, const char* name, PyStructSequence_Desc& description) {
-  PyTypeObject* type = PyStructSequence_NewType(&description);
-  if (type == nullptr) throw py::error_already_set();
-  m.attr(name) = py::handle(reinterpret_cast<PyObject*>(type));
-  return type;
-}
-
-void bind_news(py::module_& m) {
-  static PyStructSequence_Field fields[] = {
-      {"request", "the request's id"},
-      {"index", "of the sequence among the n of its request"},
-      {"tokens", "sampled since the last news"},
-      {"finish", "FinishReason"},
-      {"first_ns", "when the first of this news came about; times are those of time.monotonic_ns()"},
-      {"last_ns", "when the last of it did"},
-      {"scheduled_ns", "when the request first ran"},
-      {"cached_tokens", "of the prompt, found in the prefix cache"},
-      {"logprobs", "payloads of kLogprobs records, one for each of the tokens that has one"},
-      {"records", "the other Records, mostly none"},
-      {"host_tokens", "of the tokens, those that were made while the sequence decoded on the host"},
-      {nullptr, nullptr},
-  };
-  static PyStructSequence_Desc description{"asyncengine._core.SequenceNews", "What is new of a sequence.", fields, 11};
-  sequence_news_type = add_named_tuple(m, "SequenceNews", description);
-
-  static PyStructSequence_Field record_fields[] = {
-      {"kind", "RecordKind"},
-      {"token", "place among the tokens of the token that it is of, or -1; of logits of a token to come, their number"},
-      {"payload", "bytes: 32-bit words"},
-      {nullptr, nullptr},
-  };
-  static PyStructSequence_Desc record_description{"asyncengine._core.Record", "What a step tells of a token or a row beside it.",
-                                                  record_fields, 3};
-  record_type = add_named_tuple(m, "Record", record_description);
-}
-
-// Fills a named tuple, field by field.
-class NamedTuple {
- public:
-  explicit NamedTuple(PyTypeObject* type) : tuple_(py::reinterpret_steal<py::object>(PyStructSequence_New(type))) {
-    if (!tuple_) throw py::error_already_set();
-  }
-  void put(py::object value) { PyStructSequence_SetItem(tuple_.ptr(), field_++, value.release().ptr()); }
-  void put(py::handle value) { put(py::reinterpret_borrow<py::object>(value)); }
-  py::object take() { return std::move(tuple_); }
-
- private:
-  py::object tuple_;
-  Py_ssize_t field_ = 0;
+struct SequenceNews {
+#define RECORD SequenceNews
+#define FIELDS "bindings/sequence_news.inl"
+#include "core/record.inl"
 };
+struct SequenceRecord {
+#define RECORD SequenceRecord
+#define FIELDS "bindings/sequence_record.inl"
+#include "core/record.inl"
+};
+struct BlockMap {
+#define RECORD BlockMap
+#define FIELDS "bindings/block_map.inl"
+#include "core/record.inl"
+};
+struct TokensOfSteps {
+#define RECORD TokensOfSteps
+#define FIELDS "bindings/step_tokens.inl"
+#include "core/record.inl"
+};
+
+FastNamedTuple<SequenceNews> sequence_news;
+FastNamedTuple<SequenceRecord> sequence_record;
+NamedTuple<StepRecord> step_record;
+NamedTuple<BlockMap> block_map_of;
+NamedTuple<TokensOfSteps> tokens_of_steps;
 
 bool is_of_token(const StepLoop::News::Record& record) { return record.kind == kLogprobs && record.token >= 0; }
 
@@ -208,31 +183,27 @@ std::pair<py::tuple, py::tuple> records_of(const StepLoop::News& news) {
       PyTuple_SET_ITEM(all.first.ptr(), logprobs++, payload.release().ptr());
       continue;
     }
-    NamedTuple record(record_type);
-    record.put(record_kind(r.kind));
-    record.put(py::int_(r.token));
-    record.put(std::move(payload));
-    PyTuple_SET_ITEM(all.second.ptr(), others++, record.take().release().ptr());
+    const auto kind = py::reinterpret_borrow<py::object>(record_kind(r.kind));
+    py::object record = sequence_record({.kind = kind, .token = r.token, .payload = std::move(payload)});
+    PyTuple_SET_ITEM(all.second.ptr(), others++, record.release().ptr());
   }
   return all;
 }
 
 py::object to_python(const StepLoop::News& news) {
   const Request& request = *news.sequence->request;
-  NamedTuple result(sequence_news_type);
-  result.put(py::int_(request.id));
-  result.put(py::int_(news.sequence->index));
-  result.put(py::cast(news.tokens));
-  result.put(to_python(news.finish));
-  result.put(py::int_(news.first_ns));
-  result.put(py::int_(news.last_ns));
-  result.put(py::int_(request.scheduled_ns));
-  result.put(py::int_(request.cached_tokens));
   auto [logprobs, records] = records_of(news);
-  result.put(std::move(logprobs));
-  result.put(std::move(records));
-  result.put(py::int_(news.host_tokens));
-  return result.take();
+  return sequence_news({.request = request.id,
+                        .index = news.sequence->index,
+                        .tokens = py::cast(news.tokens),
+                        .finish = news.finish,
+                        .first_ns = news.first_ns,
+                        .last_ns = news.last_ns,
+                        .scheduled_ns = request.scheduled_ns,
+                        .cached_tokens = request.cached_tokens,
+                        .logprobs = std::move(logprobs),
+                        .records = std::move(records),
+                        .host_tokens = news.host_tokens});
 }
 
 // A SequenceNews per sequence that has some.
@@ -256,22 +227,18 @@ py::dict snapshot(const StepLoop& loop) {
   return values;
 }
 
-py::tuple step_tokens(const StepLoop& loop) {
+py::object step_tokens(const StepLoop& loop) {
   const StepTokens& tokens = loop.step_tokens();
-  return py::make_tuple(py::tuple(py::cast(StepTokens::kBounds)), py::tuple(py::cast(tokens.counts())), tokens.sum());
+  return tokens_of_steps({py::tuple(py::cast(StepTokens::kBounds)), py::tuple(py::cast(tokens.counts())), tokens.sum()});
 }
 
 py::list last_steps(const StepLoop& loop, size_t most) {
   py::list all;
-  for (const StepRecord& r : loop.last_steps(most)) {
-    all.append(py::make_tuple(r.step, r.begun_ns, r.packed_ns, r.launched_ns, r.ready_ns, r.committed_ns, r.rows, r.tokens,
-                              r.decode_rows, r.predicted_ns));
-  }
+  for (const StepRecord& record : loop.last_steps(most)) all.append(step_record(record));
   return all;
 }
 
-// The shares of each kind, cell by cell.
-std::tuple<int32_t, py::bytes, py::bytes, py::bytes> block_map(StepLoop& loop) {
+py::object block_map(StepLoop& loop) {
   const auto [cells, blocks_per_cell] = loop.block_map();
   std::string held, shared, cached;
   for (const BlockCell& cell : cells) {
@@ -279,37 +246,25 @@ std::tuple<int32_t, py::bytes, py::bytes, py::bytes> block_map(StepLoop& loop) {
     shared.push_back(static_cast<char>(cell.shared));
     cached.push_back(static_cast<char>(cell.cached));
   }
-  return {blocks_per_cell, held, shared, cached};
+  return block_map_of({blocks_per_cell, held, shared, cached});
 }
 
-StepLoopConfig make_loop_config(const SchedulerConfig& scheduler, int steps_in_flight, int64_t max_queued_requests,
-                                int64_t max_queued_tokens, double priority_ageing_s, double step_timeout_s, bool late_launch,
-                                std::string disk_path, std::string fingerprint, int64_t disk_bytes) {
-  require(steps_in_flight >= 1 && steps_in_flight <= SchedulerConfig::kMostStepsInFlight, "steps_in_flight must be 1 to 8");
-  const auto nanoseconds = [](double s) { return std::chrono::nanoseconds(static_cast<int64_t>(s * 1e9)); };
-  return {scheduler,
-          steps_in_flight,
-          max_queued_requests,
-          max_queued_tokens,
-          nanoseconds(priority_ageing_s),
-          nanoseconds(step_timeout_s),
-          late_launch,
-          std::move(disk_path),
-          std::move(fingerprint),
-          disk_bytes};
+void check_loop(const StepLoopConfig& config) {
+  require(config.scheduler.num_blocks >= 1, "a step loop needs a scheduler's settings");
+  require(config.steps_in_flight >= 1 && config.steps_in_flight <= SchedulerConfig::kMostStepsInFlight,
+          "steps_in_flight must be 1 to 8");
 }
 
 }  // namespace
 
 void bind_engine(py::module_& m) {
-  bind_news(m);
+  sequence_news.bind(m, "SequenceNews");
+  sequence_record.bind(m, "Record");
+  step_record.bind(m, "StepRecord");
+  block_map_of.bind(m, "BlockMap");
+  tokens_of_steps.bind(m, "StepTokens");
   py::class_<CpuLanes, std::shared_ptr<CpuLanes>>(m, "CpuLanes")
-      .def(py::init([](Dtype dtype, int32_t num_slots, int32_t num_q_heads, int32_t num_kv_heads, int32_t head_dim,
-                       int32_t hidden_size) {
-             return std::make_shared<CpuLanes>(host_shape(dtype, num_slots, num_q_heads, num_kv_heads, head_dim), hidden_size);
-           }),
-           py::kw_only(), py::arg("dtype"), py::arg("num_slots"), py::arg("num_q_heads"), py::arg("num_kv_heads"),
-           py::arg("head_dim"), py::arg("hidden_size"))
+      .def(py::init<const HostShape&, int32_t>(), py::arg("shape"), py::arg("hidden_size"))
       .def(
           "exchange",
           [](CpuLanes& self, StepBatch& batch, int32_t layer, Address heads, Address x, Address residual) {
@@ -317,7 +272,7 @@ void bind_engine(py::module_& m) {
           },
           py::arg("batch"), py::arg("layer"), py::arg("heads"), py::arg("x"), py::arg("residual"), NoGil());
   py::class_<CpuHostRows>(m, "CpuHostRows")
-      .def(py::init([](std::shared_ptr<CpuLanes> lanes, HostLayerTuples layers, int num_workers, std::string isa) {
+      .def(py::init([](std::shared_ptr<CpuLanes> lanes, std::vector<HostLayer> layers, int num_workers, std::string isa) {
              require(num_workers >= 1 && !layers.empty(), "a worker and a layer at least");
              return CpuHostRows{std::move(lanes), std::move(layers), num_workers, std::move(isa)};
            }),
@@ -330,10 +285,7 @@ void bind_engine(py::module_& m) {
       .value("duplicate", SubmitResult::kDuplicate)
       .value("unserved", SubmitResult::kUnserved);
 
-  py::class_<StepLoopConfig>(m, "StepLoopConfig")
-      .def(py::init(&make_loop_config), py::kw_only(), py::arg("scheduler"), py::arg("steps_in_flight"),
-           py::arg("max_queued_requests"), py::arg("max_queued_tokens"), py::arg("priority_ageing_s"), py::arg("step_timeout_s"),
-           py::arg("late_launch"), py::arg("disk_path") = "", py::arg("fingerprint") = "", py::arg("disk_bytes") = 0);
+  bind_record<StepLoopConfig>(m, "StepLoopConfig", check_loop);
 
   py::class_<StepLoop, OwnedStepLoop>(m, "StepLoop")
       .def_static("on_simulated_device", &make_simulated_loop, py::arg("config"), py::arg("device"), py::arg("poll_interval_us"),

@@ -2,33 +2,32 @@
 #include "bindings/host_rows.h"
 
 #include "bindings/device.h"
+#include "bindings/records.h"
 #include "platform/host/host_pool.h"
 #include "platform/host/host_timing.h"
 #include "step_loop/graph_link.h"
 
 namespace asyncengine {
 
-HostShape host_shape(Dtype dtype, int32_t num_slots, int32_t num_q_heads, int32_t num_kv_heads, int32_t head_dim) {
-  require(num_slots >= 1 && num_kv_heads >= 1 && num_q_heads >= num_kv_heads && num_q_heads % num_kv_heads == 0,
-          "a host row needs slots, and query heads that are a multiple of KV heads");
-  require(head_dim >= 2 && head_dim % 2 == 0, "head_dim must be even");
-  return {dtype, num_slots, num_q_heads, num_kv_heads, head_dim};
-}
-
 namespace {
 
-std::shared_ptr<HostExchange> make_exchange(Dtype dtype, int32_t num_slots, int32_t num_q_heads, int32_t num_kv_heads,
-                                            int32_t head_dim, const CudaDevice* device) {
-  const HostShape shape = host_shape(dtype, num_slots, num_q_heads, num_kv_heads, head_dim);
+void check_shape(const HostShape& shape) {
+  require(shape.num_slots >= 1 && shape.num_kv_heads >= 1 && shape.num_q_heads >= shape.num_kv_heads &&
+              shape.num_q_heads % shape.num_kv_heads == 0,
+          "a host row needs slots, and query heads that are a multiple of KV heads");
+  require(shape.head_dim >= 2 && shape.head_dim % 2 == 0, "head_dim must be even");
+}
+
+std::shared_ptr<HostExchange> make_exchange(const HostShape& shape, const CudaDevice* device) {
   if (device == nullptr) return make_process_owned<HostExchange>(shape);
   return make_process_owned<HostExchange>(device->cuda, device->ordinal, shape);
 }
 
 std::shared_ptr<HostWorkers> make_pool_workers(std::shared_ptr<HostExchange> exchange, std::shared_ptr<HostPool> pool,
-                                               int32_t block_size, bool transposed_keys, const HostLayerTuples& layers,
+                                               int32_t block_size, bool transposed_keys, std::vector<HostLayer> layers,
                                                int num_workers, const std::string& isa, std::shared_ptr<GraphLink> link) {
   HostBlocks blocks{pool->block(0), pool->block_bytes(), block_size, transposed_keys, pool};
-  return make_host_workers(std::move(exchange), std::move(blocks), layers, num_workers, isa, std::move(link));
+  return make_host_workers(std::move(exchange), std::move(blocks), std::move(layers), num_workers, isa, std::move(link));
 }
 
 std::shared_ptr<GraphLink> make_link(const CudaDevice& device, std::shared_ptr<LinkJobs> jobs, int32_t block_size,
@@ -37,12 +36,11 @@ std::shared_ptr<GraphLink> make_link(const CudaDevice& device, std::shared_ptr<L
   return make_process_owned<GraphLink>(device.cuda, device.ordinal, std::move(jobs), block_size, exec, std::move(graphs));
 }
 
-double time_attention(Dtype dtype, int32_t num_q_heads, int32_t num_kv_heads, int32_t head_dim, int32_t block_size,
-                      bool transposed_keys, int num_workers, int32_t tokens, bool float8, const std::string& isa,
-                      const HostPool* pool, int32_t num_layers) {
+double time_attention(const HostShape& shape, int32_t block_size, bool transposed_keys, int num_workers, int32_t tokens,
+                      bool float8, const std::string& isa, const HostPool* pool, int32_t num_layers) {
   require(num_workers >= 1 && tokens >= 1 && num_layers >= 1, "at least one worker, one token and one layer");
   require(block_size >= 16 && block_size % 16 == 0, "block_size must be a multiple of 16");
-  HostTiming timing{.shape = host_shape(dtype, 1, num_q_heads, num_kv_heads, head_dim),
+  HostTiming timing{.shape = shape,
                     .block_size = block_size,
                     .transposed_keys = transposed_keys,
                     .float8 = float8,
@@ -61,23 +59,23 @@ double time_attention(Dtype dtype, int32_t num_q_heads, int32_t num_kv_heads, in
 }  // namespace
 
 std::shared_ptr<HostWorkers> make_host_workers(std::shared_ptr<HostExchange> exchange, HostBlocks blocks,
-                                               const HostLayerTuples& layers, int num_workers, const std::string& isa,
+                                               std::vector<HostLayer> layers, int num_workers, const std::string& isa,
                                                std::shared_ptr<LinkAttention> link) {
   HostWorkers::Config config{.exchange = std::move(exchange),
                              .blocks = std::move(blocks),
-                             .layers = {},
+                             .layers = std::move(layers),
                              .num_workers = num_workers,
                              .link = std::move(link)};
-  for (const auto& [scale, window, softcap, scales] : layers) {
-    config.layers.push_back({scale, window, softcap, pointer<const float>(scales)});
-  }
   return make_process_owned<HostWorkers>(select_cpu_isa(isa), std::move(config));  // whose last owner may have no GIL to release
 }
 
 void bind_host_rows(py::module_& m) {
+  auto shape = bind_record<HostShape>(m, "HostShape", check_shape);
+  make_readable(shape);
+  auto layer = bind_record<HostLayer>(m, "HostLayer", [](const HostLayer&) {});
+  make_readable(layer);
   py::class_<HostExchange, std::shared_ptr<HostExchange>>(m, "HostExchange")
-      .def(py::init(&make_exchange), py::arg("dtype"), py::arg("num_slots"), py::arg("num_q_heads"), py::arg("num_kv_heads"),
-           py::arg("head_dim"), py::arg("device").none(true), py::keep_alive<1, 7>())
+      .def(py::init(&make_exchange), py::arg("shape"), py::arg("device").none(true), py::keep_alive<1, 3>())
       .def_property_readonly("mailboxes", [](const HostExchange& self) { return reinterpret_cast<Address>(self.mailbox(0)); })
       .def_property_readonly("results", [](const HostExchange& self) { return reinterpret_cast<Address>(self.result(0)); })
       .def_property_readonly("mailbox_words", [](const HostExchange& self) { return self.shape().mailbox_words(); })
@@ -107,9 +105,9 @@ void bind_host_rows(py::module_& m) {
           },
           py::arg("limit_s"), NoGil());
 
-  m.def("time_host_attention", &time_attention, py::arg("dtype"), py::arg("num_q_heads"), py::arg("num_kv_heads"),
-        py::arg("head_dim"), py::arg("block_size"), py::arg("transposed_keys"), py::arg("num_workers"), py::arg("tokens"),
-        py::arg("float8") = false, py::arg("isa") = "auto", py::arg("pool") = py::none(), py::arg("num_layers") = 1, NoGil());
+  m.def("time_host_attention", &time_attention, py::arg("shape"), py::arg("block_size"), py::arg("transposed_keys"),
+        py::arg("num_workers"), py::arg("tokens"), py::arg("float8") = false, py::arg("isa") = "auto", py::arg("pool") = py::none(),
+        py::arg("num_layers") = 1, NoGil());
 }
 
 }  // namespace asyncengine

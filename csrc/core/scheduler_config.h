@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "core/hybrid/hybrid_config.h"
+#include "core/record.h"
 #include "core/step_costs.h"
 #include "core/step_input.h"
 
@@ -14,9 +15,12 @@ namespace asyncengine {
 
 // How long a step may take in which sequences decode, so that their tokens come evenly: chunks of prompts beside them are
 // as large as that leaves time for. 0: as long as it takes.
+using ClassTargets = std::vector<std::pair<int32_t, int64_t>>;
+
 struct ItlTargets {
-  int64_t ns = 0;                                          // of the priority classes that are not named
-  std::vector<std::pair<int32_t, int64_t>> of_class = {};  // priority, nanoseconds
+#define RECORD ItlTargets
+#define FIELDS "core/itl_targets.inl"
+#include "core/record.inl"
 
   bool any() const { return ns > 0 || !of_class.empty(); }
   int64_t of(int32_t priority) const {
@@ -28,26 +32,9 @@ struct ItlTargets {
 };
 
 struct SchedulerConfig {
-  int32_t num_blocks = 0;
-  int32_t block_size = 16;
-  int32_t max_num_seqs = 256;
-  int32_t max_num_batched_tokens = 2048;
-  int32_t prefill_chunk_size = 0;  // 0: as many as the step has room for
-  int32_t max_model_len = 0;
-  bool prefix_caching = true;
-  // Sizes of step that the executor has graphs for, ascending. A chunk that does not finish its prompt ends where it
-  // fills one of them. Empty: any size is as good as another.
-  std::vector<int32_t> token_buckets = {};
-  // Budgets of a step: samples (0: one for each sequence), words of slot updates' entries and words of records.
-  int32_t max_samples = 0;
-  int32_t max_update_words = 0;
-  int32_t max_result_words = 0;
-  int32_t mask_words = 0;  // of a bit per token of the vocabulary; 0: no sequence has masks
-  int32_t num_host_blocks = 0;  // of a host tier
-  StepCosts costs = {};    // with none known, targets are not heeded
-  ItlTargets targets = {};
-  int32_t paced_chunk_size = 0;  // in place of prefill_chunk_size where a target decides; 0: no limit but the step's
-  HybridConfig hybrid = {};      // needs host blocks
+#define RECORD SchedulerConfig
+#define FIELDS "core/scheduler_config.inl"
+#include "core/record.inl"
 
   // The most that a request may have as tokens_per_step: then every sequence may decode in one step. A slot has a byte for
   // all that kMostStepsInFlight may append.

@@ -44,7 +44,7 @@ RegistryConfig registry_config(const StepLoopConfig& config, Needs needs) {
           needs,
           config.max_queued_requests,
           config.max_queued_tokens,
-          config.priority_ageing};
+          std::chrono::duration_cast<nanoseconds>(config.priority_ageing_s)};
 }
 
 }  // namespace
@@ -61,7 +61,7 @@ StepLoop::StepLoop(const StepLoopConfig& config, std::unique_ptr<Executor> execu
       registry_(registry_config(config, executor_->needs())),
       scheduler_(config.scheduler),
       mask_inbox_(std::make_shared<MaskInbox>([notifier = notifier_] { notifier->notify(); })),
-      limit_(config.step_timeout, LifeCycle::kIdle),
+      limit_(std::chrono::duration_cast<nanoseconds>(config.step_timeout_s), LifeCycle::kIdle),
       late_launch_(config.late_launch, executor_->num_kinds(), config.steps_in_flight),
       ring_(static_cast<size_t>(config.steps_in_flight)),
       watch_(config.scheduler.num_blocks) {
@@ -165,7 +165,7 @@ bool StepLoop::retire_oldest(int64_t now) {
     case StepStatus::kPending:
       if (limit_.over(now, *executor_)) {
         life_.fail("step " + std::to_string(step.plan.step) + " did not finish within " +
-                   std::to_string(std::chrono::duration<double>(config_.step_timeout).count()) + " s");
+                   std::to_string(config_.step_timeout_s.count()) + " s");
         return true;
       }
       late_launch_.pending(now);

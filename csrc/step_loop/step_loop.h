@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "core/outbox.h"
+#include "core/record.h"
 #include "core/scheduler.h"
 #include "step_loop/disk_blocks.h"
 #include "step_loop/executor.h"
@@ -27,19 +28,11 @@ namespace asyncengine {
 int64_t steady_now_ns();
 
 struct StepLoopConfig {
-  SchedulerConfig scheduler;
-  int steps_in_flight = 2;
-  int64_t max_queued_requests = 4096;
-  int64_t max_queued_tokens = int64_t{1} << 22;
-  std::chrono::nanoseconds priority_ageing{std::chrono::seconds(30)};
-  std::chrono::nanoseconds step_timeout{std::chrono::seconds(600)};
-  // Plan a step shortly before the ones in flight are over, so that what arrives meanwhile is in it. Off: as soon as there
-  // is room in flight, as with an executor whose steps cannot be foreseen.
-  bool late_launch = false;
-  // A directory for blocks behind the host tier; empty: none. The fingerprint is of all that keys and values depend on.
-  std::string disk_path = {}, fingerprint = {};
-  int64_t disk_bytes = 0;
-  const FileOperations* files = &system_files();  // tests bring their own, as of the next
+#define RECORD StepLoopConfig
+#define FIELDS "step_loop/step_loop_config.inl"
+#include "core/record.inl"
+
+  const FileOperations* files = &system_files();  // tests bring their own files and clock
   int64_t (*clock)() = &steady_now_ns;
 };
 

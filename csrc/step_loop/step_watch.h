@@ -8,21 +8,15 @@
 #include <vector>
 
 #include "core/block_manager.h"
+#include "core/record.h"
 
 namespace asyncengine {
 
 // A step that has been committed. Times are nanoseconds of the loop's clock.
 struct StepRecord {
-  int64_t step = 0;
-  int64_t begun_ns = 0;      // schedule began
-  int64_t packed_ns = 0;     // schedule and pack were over, launch began
-  int64_t launched_ns = 0;   // launch returned
-  int64_t ready_ns = 0;      // the step thread saw that the device was done
-  int64_t committed_ns = 0;  // its results were taken in
-  int64_t rows = 0;
-  int64_t tokens = 0;
-  int64_t decode_rows = 0;
-  int64_t predicted_ns = 0;  // that it was expected to take; 0: nothing is known
+#define RECORD StepRecord
+#define FIELDS "step_loop/step_record.inl"
+#include "core/record.inl"
 };
 
 // Shares of the blocks of one cell of the map, 0 to 255 for none to all, rounded up: one block of many shows.

@@ -47,7 +47,7 @@ class CheckedScheduler(TenantModel, HybridModel):
                 prefix_caching=limits.prefix_caching,
                 num_host_blocks=limits.num_host_blocks,
                 costs=COSTS,
-                target_itl_ns=limits.target_itl_ns,
+                targets=_core.ItlTargets(ns=limits.target_itl_ns),
                 hybrid=_core.HybridConfig(lanes=limits.lanes, layers=limits.layers, job_timeout_ns=JOB_TIMEOUT),
             ),
             limits.steps_in_flight,

@@ -388,7 +388,7 @@ def check_signature(name: str, stub: ast.FunctionDef, native: object) -> None:
     function = native.__func__ if isinstance(native, staticmethod) else native
     signature = str(function.__doc__).split("\n")[0]
     described = [a.arg for a in stub.args.posonlyargs + stub.args.args + stub.args.kwonlyargs if a.arg != "self"]
-    parameters = re.findall(r"(\w+): ", re.sub(r"\[[^()]*?\]", "", signature.split(" -> ")[0]))
+    parameters = re.findall(r"(\w+): ", re.sub(r"\[[^()]*?\]|<[^>]*>", "", signature.split(" -> ")[0]))
     parameters = [p for p in parameters if p != "self"]
     assert len(parameters) == len(described), f"{name}: {signature}"
     if not all(re.fullmatch(r"arg\d*", p) for p in parameters):
@@ -397,7 +397,7 @@ def check_signature(name: str, stub: ast.FunctionDef, native: object) -> None:
 
 # Files that are longer than 500 lines. The list only gets shorter, and they do too.
 LONGER = {
-    "asyncengine/_core.pyi": 709,
+    "asyncengine/_core.pyi": 704,
     "tests/models/test_loader.py": 567,
 }
 

@@ -42,7 +42,7 @@ struct Options {
     c.scheduler.hybrid = hybrid;
     c.clock = clock;
     c.steps_in_flight = steps_in_flight;
-    c.step_timeout = step_timeout;
+    c.step_timeout_s = step_timeout;
     c.late_launch = late_launch;
     c.max_queued_requests = max_queued_requests;
     c.disk_path = disk_path;

@@ -247,7 +247,7 @@ TEST(a_class_runs_first_until_the_other_has_aged) {
     Options options;
     options.max_num_seqs = 1;
     auto config = options.loop();
-    config.priority_ageing = ageing;
+    config.priority_ageing_s = ageing;
     StepLoop loop(config, std::make_unique<SuspiciousExecutor>(StepLoop::limits(config), config.steps_in_flight));
     for (const auto& [id, priority] : {std::pair{uint64_t{1}, 1}, {uint64_t{2}, 0}, {uint64_t{3}, -1}}) {
       RequestSpec spec = small_spec(id, 3);

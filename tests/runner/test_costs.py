@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from asyncengine import AsyncEngine, ConfigError, SamplingParams, _core, testing
+from asyncengine._core import StepRecord
 from asyncengine.api.model_info import ModelInfo
-from asyncengine.api.stats import StepRecord
 from asyncengine.bundled import path as bundled_path
 from asyncengine.cli import main as cli
 from asyncengine.cli.costs import _host_tables, compare
@@ -89,8 +89,9 @@ def timed(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
     other worker."""
     calls: list[tuple[Any, ...]] = []
 
-    def time_host_attention(*shape: Any, float8: bool, pool: Any, num_layers: int) -> float:
-        calls.append((*shape, float8, pool, num_layers))
+    def time_host_attention(heads: _core.HostShape, *shape: Any, float8: bool, pool: Any, num_layers: int) -> float:
+        counts = (heads.num_q_heads, heads.num_kv_heads, heads.head_dim)
+        calls.append((heads.dtype, *counts, *shape, float8, pool, num_layers))
         return float(shape[-2])
 
     monkeypatch.setattr("asyncengine.runner.costs.cpu.time_attention", time_host_attention)

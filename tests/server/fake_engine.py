@@ -15,11 +15,12 @@ from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
+from asyncengine._core import BlockMap, StepRecord, StepTokens
 from asyncengine.api.conversation import Conversation
 from asyncengine.api.logprobs import LogProb, TokenLogProbs
 from asyncengine.api.outputs import CompletionOutput, FinishReason, RequestDelta, RequestOutput, RequestTiming, Usage
 from asyncengine.api.request import Prompt, SamplingParams
-from asyncengine.api.stats import BlockMap, EngineSnapshot, EngineStats, StepRecord, StepTokens, WakeRecord
+from asyncengine.api.stats import EngineSnapshot, EngineStats, WakeRecord
 from asyncengine.errors import (
     ContextLengthError,
     EngineClosedError,

@@ -8,14 +8,16 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import msgspec
+import torch
 
-from asyncengine._core import Dtype, HostPool, StepBatch
+from asyncengine._core import HostPool, StepBatch
 from asyncengine._core import time_host_attention as time_attention
 from asyncengine.api.model_info import ModelInfo
 from asyncengine.config import EngineConfig
 from asyncengine.models.config import ModelConfig
 from asyncengine.runner.costs.table import CostFile, CostTable, HostAttention, KnownCosts, Point
 from asyncengine.runner.loop_config import decodes_on_host
+from asyncengine.runner.state.memory import host_shape
 from asyncengine.runner.steps.model_runner import CpuModelRunner
 
 logger = logging.getLogger(__name__)
@@ -179,12 +181,13 @@ def time_host_attention(
     """
     if model.head_dim % 2 or not config.num_hybrid_workers:
         return []
-    most, heads = config.num_hybrid_workers, (model.num_heads, model.num_kv_heads, model.head_dim)
-    kind = Dtype.float32 if dtype == "float32" else Dtype.bfloat16
+    most, shape = config.num_hybrid_workers, host_shape(model, getattr(torch, dtype))
     float8, measured = config.float8_cache, []
     for workers in sorted({1, max(1, most // 2), most}):
         for tokens in HOST_TOKENS:
-            shape = (kind, *heads, config.block_size, transposed_keys, workers, tokens)
-            ns = time_attention(*shape, float8=float8, pool=pool, num_layers=model.num_layers)
+            ns = time_attention(
+                shape, config.block_size, transposed_keys, workers, tokens,
+                float8=float8, pool=pool, num_layers=model.num_layers,
+            )  # fmt: skip
             measured.append(HostAttention(workers, tokens, ns))
     return measured

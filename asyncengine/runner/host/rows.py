@@ -16,10 +16,9 @@ from torch import Tensor
 
 from asyncengine._core import CudaDevice, CudaGraphs, GraphLink, HostExchange, HostPool, HostWorkers, LinkJobs
 from asyncengine.config import EngineConfig
-from asyncengine.kernels.cpu.checks import native_dtype
 from asyncengine.kernels.cuda.attention.link import LinkRows, attend
 from asyncengine.kernels.cuda.rows.lanes import HostLanes
-from asyncengine.runner.state.memory import attention_layers, host_view, kv_dtype
+from asyncengine.runner.state.memory import attention_layers, host_shape, host_view, kv_dtype
 from asyncengine.runner.steps.model_runner import LoadedModel
 
 logger = logging.getLogger(__name__)
@@ -46,9 +45,7 @@ class HostRows:
         """Memory that the link's graph reads and writes."""
         self._model = model
         self._scales = None if loaded.kv_scales is None else loaded.kv_scales.cpu().contiguous()
-        self._exchange = HostExchange(
-            native_dtype(loaded.dtype), slots, model.num_heads, model.num_kv_heads, model.head_dim, native
-        )
+        self._exchange = HostExchange(host_shape(model, loaded.dtype, slots), native)
         heads = model.num_heads + 2 * model.num_kv_heads
         words, num_bytes = self._exchange.mailbox_words, self._exchange.result_bytes
         mailboxes = host_view(self._exchange.mailboxes, slots * words * 8, torch.int64)

@@ -11,8 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from asyncengine._core import HostLayer, HostShape
 from asyncengine.config import EngineConfig
 from asyncengine.errors import ConfigError
+from asyncengine.kernels.cpu.ops import native_dtype
 from asyncengine.kernels.float8 import FLOAT8
 from asyncengine.kernels.ops import KVSpec, LayerCache, LayerKVCache, Ops
 from asyncengine.machine import available_memory
@@ -109,13 +111,29 @@ def host_view(address: int, num_bytes: int, dtype: torch.dtype) -> Tensor:
     return torch.frombuffer((ctypes.c_char * num_bytes).from_address(address), dtype=dtype)
 
 
-def attention_layers(model: ModelConfig, scales: Iterable[Tensor | None]) -> list[tuple[float, int, float, int]]:
-    """Return for each layer the scale, window and softcap of attention on the host, and the address of its ``scales``.
+def host_shape(model: ModelConfig, dtype: torch.dtype, num_slots: int = 1) -> HostShape:
+    """Return the heads of rows that decode on the host, one a slot."""
+    return HostShape(
+        dtype=native_dtype(dtype),
+        num_slots=num_slots,
+        num_q_heads=model.num_heads,
+        num_kv_heads=model.num_kv_heads,
+        head_dim=model.head_dim,
+    )
 
-    These are ``LayerKVCache.scales`` in host memory, by layer; of None the address is 0.
+
+def attention_layers(model: ModelConfig, scales: Iterable[Tensor | None]) -> list[HostLayer]:
+    """Return for each layer the settings of its attention on the host.
+
+    ``scales`` are ``LayerKVCache.scales`` in host memory, by layer.
     """
     return [
-        (scale, window, model.score_softcap, 0 if of_layer is None else of_layer.data_ptr())
+        HostLayer(
+            scale=scale,
+            window=window,
+            softcap=model.score_softcap,
+            scales=0 if of_layer is None else of_layer.data_ptr(),
+        )
         for scale, window, of_layer in zip(model.layer_scales, model.layer_windows, scales, strict=True)
     ]
 

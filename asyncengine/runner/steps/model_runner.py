@@ -18,7 +18,6 @@ from asyncengine.api.model_info import ModelInfo
 from asyncengine.config import EngineConfig
 from asyncengine.errors import ConfigError
 from asyncengine.kernels.cpu.base import BaseOps
-from asyncengine.kernels.cpu.checks import native_dtype
 from asyncengine.kernels.cpu.ops import CpuOps
 from asyncengine.kernels.float8_cache import with_inverses
 from asyncengine.kernels.ops import LayerCache, Ops
@@ -248,14 +247,8 @@ class CpuModelRunner:
         if not decodes_on_host(config, self.info):
             return None
         model = self.model_config
-        ops.lanes = CpuLanes(
-            dtype=native_dtype(getattr(torch, self.info.dtype)),
-            num_slots=config.max_num_seqs,
-            num_q_heads=model.num_heads,
-            num_kv_heads=model.num_kv_heads,
-            head_dim=model.head_dim,
-            hidden_size=model.hidden_size,
-        )
+        shape = kv_cache.host_shape(model, getattr(torch, self.info.dtype), config.max_num_seqs)
+        ops.lanes = CpuLanes(shape, model.hidden_size)
         layers = kv_cache.attention_layers(model, (cache.scales for cache in self._cache.layers))
         return CpuHostRows(lanes=ops.lanes, layers=layers, num_workers=config.num_hybrid_workers, isa=ops.isa)
 

@@ -8,14 +8,16 @@
 #include <cstring>
 #include <memory>
 
+#include "core/record.h"
 #include "platform/cpu/isa.h"
 #include "platform/cuda/pinned_memory.h"
 
 namespace asyncengine {
 
 struct HostShape {
-  Dtype dtype = Dtype::kFloat32;  // of heads and results
-  int32_t num_slots = 0, num_q_heads = 0, num_kv_heads = 0, head_dim = 0;  // head_dim is even
+#define RECORD HostShape
+#define FIELDS "platform/host/host_shape.inl"
+#include "core/record.inl"
 
   size_t heads() const { return static_cast<size_t>(num_q_heads) + 2 * static_cast<size_t>(num_kv_heads); }
   size_t head_words() const { return static_cast<size_t>(dtype == Dtype::kFloat32 ? head_dim : head_dim / 2); }

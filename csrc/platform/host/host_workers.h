@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "core/hybrid/host_rows.h"
+#include "core/record.h"
 #include "platform/cpu/isa.h"
 #include "platform/cuda/link_attention.h"
 #include "platform/host/host_exchange.h"
@@ -18,11 +19,9 @@ namespace asyncengine {
 
 // Attention of a layer, beside its shape.
 struct HostLayer {
-  float scale = 1.f;
-  int64_t window = 0;   // keys visible to a query, itself included; 0: all before it
-  float softcap = 0.f;  // 0: none
-  // Values of KVScales, copied: keys and values are Float8; null: they are in the dtype of heads.
-  const float* scales = nullptr;
+#define RECORD HostLayer
+#define FIELDS "platform/host/host_layer.inl"
+#include "core/record.inl"
 };
 
 // Blocks of the host, each the planes [layers][keys, values] of the device's block side by side.

@@ -1,0 +1,21 @@
+// The settings of a scheduler.
+FIELD(int32_t, num_blocks, 0)
+FIELD(int32_t, block_size, 16)
+FIELD(int32_t, max_num_seqs, 256)
+FIELD(int32_t, max_num_batched_tokens, 2048)
+FIELD(int32_t, prefill_chunk_size, 0)  // 0: as many as the step has room for
+FIELD(int32_t, max_model_len, 0)
+FIELD(bool, prefix_caching, true)
+// Sizes of step that the executor has graphs for, ascending. A chunk that does not finish its prompt ends where it
+// fills one of them. Empty: any size is as good as another.
+FIELD(std::vector<int32_t>, token_buckets, {})
+// Budgets of a step: samples (0: one for each sequence), words of slot updates' entries and words of records.
+FIELD(int32_t, max_samples, 0)
+FIELD(int32_t, max_update_words, 0)
+FIELD(int32_t, max_result_words, 0)
+FIELD(int32_t, mask_words, 0)       // of a bit per token of the vocabulary; 0: no sequence has masks
+FIELD(int32_t, num_host_blocks, 0)  // of a host tier
+FIELD(StepCosts, costs, {})         // with none known, targets are not heeded
+FIELD(ItlTargets, targets, {})
+FIELD(int32_t, paced_chunk_size, 0)  // in place of prefill_chunk_size where a target decides; 0: no limit but the step's
+FIELD(HybridConfig, hybrid, {})      // needs host blocks
