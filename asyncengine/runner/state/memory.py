@@ -14,7 +14,7 @@ from torch import Tensor
 from asyncengine._core import HostLayer, HostShape
 from asyncengine.config import EngineConfig
 from asyncengine.errors import ConfigError
-from asyncengine.kernels.cpu.ops import native_dtype
+from asyncengine.kernels.cpu.checks import native_dtype
 from asyncengine.kernels.float8 import FLOAT8
 from asyncengine.kernels.ops import KVSpec, LayerCache, LayerKVCache, Ops
 from asyncengine.machine import available_memory
