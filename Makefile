@@ -78,9 +78,9 @@ asan: install
 tsan: install
 	$(call SANITIZED,tsan,thread,-O1)
 
-# A new worker would begin with the test that ended the last one.
+# A new worker would begin with the test that ended the last one. Some tests wait, so there is a process more than processors.
 pytest: install
-	$(BIN)/pytest --numprocesses auto --maxprocesses 8 --max-worker-restart 0 --dist loadfile --no-loadscope-reorder
+	$(BIN)/pytest --numprocesses $$(($$(nproc) + 1)) --maxprocesses 8 --max-worker-restart 0 --dist loadfile --no-loadscope-reorder
 
 test-gpu: install
 	$(BIN)/pytest --numprocesses $(GPU_PROCESSES) -m 'not alone' tests/gpu
