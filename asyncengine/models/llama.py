@@ -69,9 +69,8 @@ def read_decoder_config(
         activation=activations[activation],
         tie_word_embeddings=raw.flag("tie_word_embeddings", False),
         initializer_range=raw.number("initializer_range", 0.02),
-        layer_windows=layer_windows,
         layer_scales=(head_dim**-0.5,) * num_layers,
-        layer_caches=(KVSpec(num_kv_heads, head_dim),) * num_layers,
+        layer_caches=tuple(KVSpec(num_kv_heads, head_dim, window) for window in layer_windows),
         rope=rope,
         qkv_bias=qkv_bias,
         output_bias=output_bias,
@@ -114,16 +113,17 @@ def rms_norm(config: ModelConfig, weight: Tensor) -> Norm:
 
 
 def attention_block(layer: LayerWeights, cos_sin: Tensor) -> AttentionBlock:
-    config, dim = layer.config, layer.config.head_dim
-    hidden, q_size, kv_size = config.hidden_size, config.num_heads * dim, config.num_kv_heads * dim
+    config, cache = layer.config, layer.config.layer_caches[layer.index]
+    assert isinstance(cache, KVSpec)
+    dim, hidden, q_size, kv_size = cache.head_dim, config.hidden_size, config.num_heads * cache.head_dim, cache.width
     norm = layer.norm("input_layernorm", hidden)
     qkv = layer.linear("self_attn", {"q": q_size, "k": kv_size, "v": kv_size}, hidden, "rows", bias=config.qkv_bias)
     head_norms: HeadNorms | None = None
     if config.qk_norm:
         q, k = (layer.norm(f"self_attn.{x}_norm", dim) for x in "qk")
         head_norms = HeadNorms(q.weight, k.weight, config.norm_eps)
-    scale, window = config.layer_scales[layer.index], config.layer_windows[layer.index]
-    attention = AttentionLayer(config.num_heads, head_norms, cos_sin, scale, window, config.score_softcap)
+    scale = config.layer_scales[layer.index]
+    attention = AttentionLayer(config.num_heads, head_norms, cos_sin, scale, cache.window, config.score_softcap)
     output = layer.linear("self_attn", {"o": hidden}, q_size, "columns", bias=config.output_bias)
     output_norm = layer.norm("post_attention_layernorm", hidden) if config.sandwich_norms else None
     return AttentionBlock(norm, qkv, attention, output, output_norm)
