@@ -217,7 +217,7 @@ async def sweep(engine: AsyncEngine, c: ModelConfig, args: argparse.Namespace) -
     from replay import bare_step_us, decode_rows, fill_cache
 
     await testing.settle(engine)
-    fill_cache(runner.steps.cache.memory)
+    fill_cache(runner.steps.cache.groups)
     points = []
     for context in args.contexts:
         for batch in batches_at(context, args):

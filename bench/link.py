@@ -76,7 +76,7 @@ class Link:
 
         runner: Any = self.engine._life.loaded().keep_alive
         self.runner: Any = runner
-        fill_cache(runner.steps.cache.memory)
+        fill_cache(runner.steps.cache.groups)
         rows = runner._host_rows._link_rows
         self.blocks = -(-self.context // rows.pool.shape[4])
         self.num_bytes = _BATCHES * _JOBS * self.context * self.engine.model_info.kv_layer_token_bytes

@@ -124,7 +124,7 @@ async def replay_chunks(
     from replay import Row, bare_step_us, fill_cache
 
     await testing.settle(engine)
-    fill_cache(runner.steps.cache.memory)
+    fill_cache(runner.steps.cache.groups)
     points = []
     chunk = min(CHUNK, engine.model_info.max_model_len)
     for context in CONTEXTS:

@@ -32,13 +32,13 @@ __all__ = [
 ]  # fmt: skip
 
 
-def fill_cache(memory: Iterable[Tensor]) -> None:
-    """Fill the cache with random keys and values, a layer at a time."""
-    for layer in memory:
-        if layer.dtype == FLOAT8:
-            layer.view(torch.uint8).random_(0, 64)  # from 0 to 2: torch draws no float8
+def fill_cache(groups: Iterable[Tensor]) -> None:
+    """Fill the planes of the cache with random keys and values, one at a time."""
+    for plane in (plane for group in groups for plane in group):
+        if plane.dtype == FLOAT8:
+            plane.view(torch.uint8).random_(0, 64)  # from 0 to 2: torch draws no float8
         else:
-            layer.normal_()
+            plane.normal_()
 
 
 def bare_step_us(

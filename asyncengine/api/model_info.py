@@ -32,6 +32,8 @@ class ModelInfo:
     """Layers that keep keys and values."""
     can_decode_on_host: bool = False
     """True if threads of the host can attend for sequences of this model (EngineConfig.hybrid_attention)."""
+    host_obstacle: str = ""
+    """Why they cannot, as the end of a sentence about the model; empty if they can."""
     fingerprint: str = ""
     """Digest of all that keys and values depend on; empty where no KV block outlives the process."""
     vector_size: int = 0

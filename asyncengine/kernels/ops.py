@@ -52,13 +52,45 @@ class AttentionLayer(NamedTuple):
 
 
 class KVSpec(NamedTuple):
-    """A layer that keeps the keys and values of every token, in blocks."""
+    """A layer that keeps the keys and values of every token, in blocks: a plane of keys and a plane of values."""
 
     num_heads: int
     head_dim: int
+    window: int = 0
+    """Tokens that the layer sees, as ``AttentionLayer.window``; 0: all of them."""
+
+    @property
+    def planes(self) -> int:
+        return 2
+
+    @property
+    def width(self) -> int:
+        """Numbers of a token in one plane."""
+        return self.num_heads * self.head_dim
 
 
-CacheSpec: TypeAlias = KVSpec
+class LatentSpec(NamedTuple):
+    """A layer that keeps one vector of every token, in blocks of one plane."""
+
+    width: int
+    """Numbers of a token."""
+
+    @property
+    def planes(self) -> int:
+        return 1
+
+
+class StateSpec(NamedTuple):
+    """A layer that keeps a state of fixed size for each sequence, by slot."""
+
+    num_bytes: int
+    """Bytes of a slot's state, a multiple of 16."""
+
+
+PagedSpec: TypeAlias = KVSpec | LatentSpec
+"""What a layer keeps in the blocks of the cache."""
+
+CacheSpec: TypeAlias = PagedSpec | StateSpec
 """State that a layer keeps between steps; a kind of cache is a member of this union, and one of ``LayerCache``."""
 
 
@@ -74,7 +106,21 @@ class LayerKVCache(NamedTuple):
     """Index of this layer among the layers that keep keys and values."""
 
 
-LayerCache: TypeAlias = LayerKVCache
+class LayerLatentCache(NamedTuple):
+    """Vectors of one layer."""
+
+    latents: Tensor
+    """[num_blocks, block_size, width]"""
+
+
+class LayerStates(NamedTuple):
+    """States of one layer."""
+
+    states: Tensor
+    """uint8 [num_slots, num_bytes]"""
+
+
+LayerCache: TypeAlias = LayerKVCache | LayerLatentCache | LayerStates
 """The memory of what a layer keeps, as ``CacheSpec`` describes it."""
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from asyncengine.errors import ModelError, UnsupportedModelError
-from asyncengine.kernels.ops import Activation, CacheSpec
+from asyncengine.kernels.ops import Activation, CacheSpec, KVSpec
 from asyncengine.models.files import excerpt, read_config
 from asyncengine.models.rotary import RopeConfig, longrope_attention_factor, yarn_attention_factor
 
@@ -183,8 +183,6 @@ class ModelConfig:
     activation: Activation
     tie_word_embeddings: bool
     initializer_range: float
-    layer_windows: tuple[int, ...]
-    """Sliding window of each layer in tokens; 0: none."""
     layer_scales: tuple[float, ...]
     """Factor on the attention scores of each layer."""
     layer_caches: tuple[CacheSpec, ...]
@@ -226,6 +224,22 @@ class ModelConfig:
         Layers that norm queries and keys have a table in any case: kernels do both in one pass.
         """
         return {rope for rope in self.layer_ropes if rope is not None or self.qk_norm}
+
+    @property
+    def kv_specs(self) -> list[KVSpec]:
+        """The layers that keep keys and values, in order."""
+        return [spec for spec in self.layer_caches if isinstance(spec, KVSpec)]
+
+    @property
+    def layer_windows(self) -> tuple[int, ...]:
+        """Sliding window of each layer in tokens; 0: none."""
+        return tuple(spec.window if isinstance(spec, KVSpec) else 0 for spec in self.layer_caches)
+
+    @property
+    def has_alike_layers(self) -> bool:
+        """Every layer keeps keys and values, and all keep num_kv_heads heads of head_dim numbers."""
+        shape = self.num_kv_heads, self.head_dim
+        return len(self.kv_specs) == self.num_layers and all(spec[:2] == shape for spec in self.kv_specs)
 
     @property
     def head_shape(self) -> tuple[str, int, int]:

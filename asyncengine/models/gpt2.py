@@ -40,6 +40,7 @@ def read_config(raw: RawConfig) -> ModelConfig:
         raise raw.unsupported(f"n_embd = {hidden_size} over {num_heads} heads")
     head_dim = hidden_size // num_heads
     max_positions = raw.integer("n_positions", 1024)
+    windows = require_full_attention(raw, num_layers, max_positions)
     scale = head_dim**-0.5 if raw.flag("scale_attn_weights", True) else 1.0
     by_layer = raw.flag("scale_attn_by_inverse_layer_idx", False)
     return ModelConfig(
@@ -55,9 +56,8 @@ def read_config(raw: RawConfig) -> ModelConfig:
         activation=_ACTIVATIONS[activation],
         tie_word_embeddings=raw.flag("tie_word_embeddings", True),
         initializer_range=raw.number("initializer_range", 0.02),
-        layer_windows=require_full_attention(raw, num_layers, max_positions),
         layer_scales=tuple(scale / (i + 1) if by_layer else scale for i in range(num_layers)),
-        layer_caches=(KVSpec(num_heads, head_dim),) * num_layers,
+        layer_caches=tuple(KVSpec(num_heads, head_dim, window) for window in windows),
         layer_ropes=(None,) * num_layers,
         embedding="transformer.wte",
     )

@@ -74,9 +74,8 @@ def read_decoder_config(
         activation=activations[activation],
         tie_word_embeddings=raw.flag("tie_word_embeddings", False),
         initializer_range=raw.number("initializer_range", 0.02),
-        layer_windows=layer_windows,
         layer_scales=(head_dim**-0.5,) * num_layers,
-        layer_caches=(KVSpec(num_kv_heads, head_dim),) * num_layers,
+        layer_caches=tuple(KVSpec(num_kv_heads, head_dim, window) for window in layer_windows),
         layer_ropes=(rope,) * num_layers,
         qkv_bias=qkv_bias,
         output_bias=output_bias,
@@ -143,8 +142,9 @@ def rms_norm(config: ModelConfig, weight: Tensor) -> Norm:
 
 
 def attention_block(layer: LayerWeights, cos_sin: Tensor | None) -> AttentionBlock:
-    config, dim, names = layer.config, layer.config.head_dim, layer.config.layer_norms
-    hidden, q_size, kv_size = config.hidden_size, config.num_heads * dim, config.num_kv_heads * dim
+    config, cache, names = layer.config, layer.config.layer_caches[layer.index], layer.config.layer_norms
+    assert isinstance(cache, KVSpec)
+    dim, hidden, q_size, kv_size = cache.head_dim, config.hidden_size, config.num_heads * cache.head_dim, cache.width
     order = head_order(config.layer_ropes[layer.index], dim)
     qkv = layer.linear(
         "self_attn",
@@ -161,8 +161,8 @@ def attention_block(layer: LayerWeights, cos_sin: Tensor | None) -> AttentionBlo
         if order is not None:
             q, k = q[order], k[order]
         head_norms = HeadNorms(q, k, config.norm_eps)
-    scale, window = config.layer_scales[layer.index], config.layer_windows[layer.index]
-    attention = AttentionLayer(config.num_heads, head_norms, cos_sin, scale, window, config.score_softcap)
+    scale = config.layer_scales[layer.index]
+    attention = AttentionLayer(config.num_heads, head_norms, cos_sin, scale, cache.window, config.score_softcap)
     output = layer.linear("self_attn", {"o": hidden}, q_size, "columns", bias=config.output_bias)
     before, behind = layer.norm(names.before_attention, hidden), layer.optional_norm(names.behind_attention)
     return AttentionBlock(before, qkv, attention, output, behind)

@@ -142,7 +142,7 @@ def load_backend(config: EngineConfig, *, progress: bool, measure: bool = False)
             "hybrid_attention=%s is off: no sequence of %s can decode on the host, as it %s",
             config.hybrid_attention,
             backend.model_info.name,
-            "classifies" if backend.model_info.labels else "has heads of an odd size",
+            backend.model_info.host_obstacle,
         )
     elif config.hybrid_attention == "auto" and backend.model_info.device == "cpu":
         logger.warning("hybrid_attention=auto is off on the CPU: the cores that would attend compute the steps")

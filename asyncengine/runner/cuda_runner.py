@@ -96,7 +96,7 @@ class CudaRunner:
                 torch.cuda.mem_get_info()[1],
             )
             steps, buffers = make_steps(config, loaded, ops, native, num_blocks, host_rows)
-            tier = HostTier.make(config, native, steps.cache.memory)
+            tier = HostTier.make(config, native, steps.cache.groups)
         except torch.OutOfMemoryError as e:
             raise ConfigError(f"{_too_little_memory()} ({e})") from e
         info = loaded.info(config, num_blocks, 0 if tier is None else tier.pool.num_blocks)

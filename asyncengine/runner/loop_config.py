@@ -30,11 +30,11 @@ _LEAST_GAIN = {"auto": 0.05, "always": -1e9}
 
 
 def choose_num_host_blocks(config: EngineConfig, bytes_per_block: int, num_blocks: int, least: int = 1) -> int:
-    """Blocks of the host tier beside ``num_blocks`` of the cache; 0 if none is configured.
+    """Blocks of the host tier beside ``num_blocks`` of the cache; 0 if none is configured, or blocks hold nothing.
 
     Raises ConfigError if the configured memory does not hold ``least`` blocks.
     """
-    if config.host_kv_memory_bytes is None:
+    if config.host_kv_memory_bytes is None or bytes_per_block == 0:
         return 0
     blocks = config.host_kv_memory_bytes // bytes_per_block
     if blocks < least:

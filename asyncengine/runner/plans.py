@@ -22,6 +22,7 @@ from asyncengine.kernels.cuda.step.tensors import allocate_step
 from asyncengine.kernels.cuda.trials import examine
 from asyncengine.kernels.ops import Activation, AttentionLayer, LayerKVCache, Norm
 from asyncengine.runner.cuda_runner import cuda_options
+from asyncengine.runner.state.memory import without_memory
 from asyncengine.runner.steps.buckets import ANY_CONTEXT, Bucket
 from asyncengine.runner.steps.device_steps import VARIANTS, attention_kinds, attention_limits, step_buckets
 from asyncengine.runner.steps.model_runner import load_model
@@ -109,7 +110,7 @@ def plan_steps(config: EngineConfig, gpu: Gpu) -> list[BucketPlan]:
     ops = _PlanOps(_NOWHERE, cuda_options(config, gpu))
     loaded = load_model(config, ops)
     steps = []
-    caches = [LayerKVCache(torch.empty(0, device=_NOWHERE), torch.empty(0, device=_NOWHERE))] * loaded.config.num_layers
+    caches = without_memory(loaded.config, _NOWHERE)
     kinds = attention_kinds(loaded.config, loaded.dtype, float8_cache=config.float8_cache)
     limits = attention_limits(config, loaded.max_model_len)
     for bucket in step_buckets(config, loaded, ops):

@@ -229,7 +229,7 @@ def test_contexts_that_do_not_fit_are_left_out() -> None:
 def test_decode_sweeps_batches_and_contexts(monkeypatch: pytest.MonkeyPatch) -> None:
     """The sweep replays the right batches and contexts over filled keys and values; the GPU itself is a stand-in."""
     memory = torch.full((2, 2, 4, 8), torch.nan)
-    runner = SimpleNamespace(graphs=None, steps=SimpleNamespace(cache=SimpleNamespace(memory=memory)))
+    runner = SimpleNamespace(graphs=None, steps=SimpleNamespace(cache=SimpleNamespace(groups=memory)))
     replayed = []
 
     def bare(runner: Any, rows: list[replay.Row], replays: int, next_step: int, *, own_tables: bool) -> float:
@@ -305,7 +305,7 @@ def test_prefill_through_an_engine(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_prefill_replays_the_chunks_that_there_is_room_for(monkeypatch: pytest.MonkeyPatch) -> None:
     memory = torch.full((2, 2, 4, 8), torch.nan)
-    runner = SimpleNamespace(graphs=None, steps=SimpleNamespace(cache=SimpleNamespace(memory=memory)))
+    runner = SimpleNamespace(graphs=None, steps=SimpleNamespace(cache=SimpleNamespace(groups=memory)))
 
     def bare(runner: Any, rows: list[replay.Row], replays: int, next_step: int, *, own_tables: bool) -> float:
         assert not memory.isnan().any()
@@ -344,7 +344,7 @@ def test_decode_floor(shape: str, floor: float) -> None:
     c = read_model(shape)
     assert floor_ms(c, 1, 256) == pytest.approx(floor, rel=0.03)
     assert decode_bytes(c, 8, 100) - decode_bytes(c, 8, 99) == 8 * kv_bytes_per_token(c)
-    windowed = replace(c, layer_windows=(50,) * c.num_layers)
+    windowed = replace(c, layer_caches=tuple(spec._replace(window=50) for spec in c.kv_specs))
     assert decode_bytes(windowed, 8, 100) == decode_bytes(c, 8, 50)
 
 

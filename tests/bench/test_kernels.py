@@ -138,7 +138,8 @@ def test_work_lists_are_the_engine_s(shape: str, monkeypatch: pytest.MonkeyPatch
     for rows in (1, 8, 24, 64, 128, 160, 256):
         for context in (100, 192, 193, 900):
             bucket = buckets[choose_bucket(buckets, decode_rows([context] * rows))]
-            planned = attention.of(bucket).of(AttentionLayer(c.num_heads, None, None, 1.0, 0))
+            layer = AttentionLayer(c.num_heads, None, None, 1.0, 0)
+            planned = attention.of(bucket).of(layer, c.num_kv_heads, c.head_dim)
             listed = kernel_attention.allocate_decode_work(c, None, device, args, rows, context)
             if planned.plan.cut is None:
                 continue

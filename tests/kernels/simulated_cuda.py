@@ -43,7 +43,7 @@ def load(config: EngineConfig) -> Backend:
         variants = [(needs, device.add_graph(partial(_quietly, steps.run, bucket, needs))) for needs in VARIANTS]
         graphs.add_bucket(*bucket[:4], variants, bucket.lanes)
     graphs.set_copy_blocks(device.add_graph(steps.copy_blocks))
-    tier = HostTier.make(config, native, steps.cache.memory)
+    tier = HostTier.make(config, native, steps.cache.groups)
     if tier is not None:
         info = replace(info, num_host_kv_blocks=tier.pool.num_blocks)
         moves = [device.add_graph(partial(tier.enqueue, transfer)) for transfer in range(_core.HostPool.transfers)]
@@ -70,7 +70,8 @@ def poison(steps) -> None:
         getattr(state, name).fill_(1 << 20)
     state.slots.block_tables.fill_(1 << 20)
     state.slots.last_token.fill_(1 << 20)
-    steps.cache.memory.fill_(float("nan"))
+    for planes in steps.cache.groups:
+        planes.fill_(float("nan"))
 
 
 def make_engine(model: str, **config: object) -> AsyncEngine:

@@ -268,7 +268,7 @@ for heads, kv_heads, dim, rotary, norm in eval(sys.argv[2]):
             buckets += Bucket(1, 1, True), Bucket(64, 64, True)
         for bucket in buckets:
             step = allocate_step(64, 32, 64, 64, cpu).bucket(bucket.max_rows, bucket.max_tokens)
-            attend = attention.of(bucket).of(layer)
+            attend = attention.of(bucket).of(layer, kv_heads, dim)
             attend(
                 random(bucket.max_tokens, (heads + 2 * kv_heads) * dim), layer,
                 random(8, kv_heads, 16, dim).to(cached), random(8, kv_heads, 16, dim).to(cached), step,

@@ -23,6 +23,7 @@ from asyncengine.kernels.cuda.attention import choose
 from asyncengine.kernels.cuda.attention.choose import describe
 from asyncengine.kernels.cuda.gpu import H200
 from asyncengine.kernels.cuda.ops import CudaOps, CudaOptions
+from asyncengine.kernels.ops import KVSpec
 from asyncengine.runner.start.calibration import calibrate_device
 from asyncengine.runner.state.kv_scales import calibrate_host
 from asyncengine.runner.steps import device_steps
@@ -295,8 +296,8 @@ def test_which_steps_have_no_work_list(tma):
         ((12, 12, 64), [1] if tma else [1, 2, 4, 8, 16, 24, 32, 40]),
     ):
         model = SimpleNamespace(
-            **dict(zip(("num_heads", "num_kv_heads", "head_dim"), shape, strict=True)),
-            layer_windows=(0,),
+            num_heads=shape[0],
+            kv_specs=[KVSpec(*shape[1:])],
             score_softcap=0.0,
         )
         loaded = SimpleNamespace(config=model, dtype=torch.bfloat16, max_model_len=1 << 20)
@@ -308,7 +309,7 @@ def test_which_steps_have_no_work_list(tma):
 def test_short_contexts_of_many_rows_have_buckets_without_late_teams():
     ops = CudaOps(torch.device("cpu"), CudaOptions(gpu=H200))
     config = EngineConfig(model="", dtype="bfloat16", max_num_seqs=256, max_num_batched_tokens=256)
-    model = SimpleNamespace(num_heads=12, num_kv_heads=12, head_dim=64, layer_windows=(0,), score_softcap=0.0)
+    model = SimpleNamespace(num_heads=12, kv_specs=[KVSpec(12, 64)], score_softcap=0.0)
     loaded = SimpleNamespace(config=model, dtype=torch.bfloat16, max_model_len=1024)
     buckets = [b for b in device_steps.step_buckets(config, loaded, ops) if b.single_token_rows and b.max_rows > 1]
     [kind] = device_steps.attention_kinds(model, torch.bfloat16)

@@ -121,7 +121,8 @@ class CudaOps:
         residual.settle().add_(y if norm is None else norm_rows(y, norm, pdl=self.options.pdl))
 
     def attention(self, heads: Tensor, layer: AttentionLayer, cache: LayerKVCache, batch: CudaBatch) -> Tensor:
-        attend = batch.attention.of(layer)
+        _, num_kv_heads, _, head_dim = cache.v.shape
+        attend = batch.attention.of(layer, num_kv_heads, head_dim)
         return attend(heads, layer, cache.k, cache.v, batch.step, scales=cache.scales, **self.options.for_tma)
 
     def exchange(

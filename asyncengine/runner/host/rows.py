@@ -55,7 +55,7 @@ class HostRows:
     @classmethod
     def make(cls, config: EngineConfig, native: CudaDevice, loaded: LoadedModel) -> Self | None:
         """Make the host rows. None if the configuration wants none, or, with a warning, if they cannot be."""
-        if config.hybrid_attention == "off" or not loaded.can_decode_on_host:
+        if config.hybrid_attention == "off" or loaded.host_obstacle:
             return None
         if config.staging == "pageable":
             logger.warning("hybrid_attention is off: with staging=pageable the GPU does not touch the host's memory")

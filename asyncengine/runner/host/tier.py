@@ -27,7 +27,7 @@ pin more."""
 
 def gathered_bytes(config: EngineConfig, bytes_per_block: int) -> int:
     """Bytes of the GPU's memory that the tier takes."""
-    if config.host_kv_memory_bytes is None:
+    if config.host_kv_memory_bytes is None or bytes_per_block == 0:
         return 0
     return HostPool.transfers * _moves(bytes_per_block) * bytes_per_block
 
@@ -39,25 +39,26 @@ def _moves(bytes_per_block: int) -> int:
 class HostTier:
     """Pinned blocks, and what a transfer's graph launches."""
 
-    def __init__(self, pool: HostPool, planes: Tensor, gathered: Tensor, lists: list[Tensor]) -> None:
+    def __init__(self, pool: HostPool, groups: list[Tensor], gathered: Tensor, lists: list[Tensor]) -> None:
         self.pool = pool
-        self._planes = planes
+        self._groups = groups
         self._gathered = gathered
         self._lists = lists
 
     @classmethod
-    def make(cls, config: EngineConfig, native: CudaDevice, kv: Tensor) -> Self | None:
-        """Make a host tier for the cache kv [layers, 2, num_blocks, elements]; None if none is configured, or nothing
-        can be pinned.
+    def make(cls, config: EngineConfig, native: CudaDevice, cache: list[Tensor]) -> Self | None:
+        """Make a host tier for the planes of a cache, ``KVCache.groups``; None if none is configured, or nothing can be
+        pinned.
 
-        Raises ConfigError if the configured memory does not hold one transfer.
+        A block of the host has the planes of the block side by side, group after group. Raises ConfigError if the
+        configured memory does not hold one transfer.
         """
-        planes = kv.flatten(0, 1).view(torch.int32)
-        bytes_per_block = planes[:, 0].nbytes
-        moves = _moves(bytes_per_block)
-        wanted = choose_num_host_blocks(config, bytes_per_block, planes.shape[1], least=moves)
-        if wanted == 0:
+        groups = [planes.view(torch.int32) for planes in cache]
+        bytes_per_block = sum(planes[:, 0].nbytes for planes in groups)
+        if config.host_kv_memory_bytes is None or bytes_per_block == 0:
             return None
+        moves = _moves(bytes_per_block)
+        wanted = choose_num_host_blocks(config, bytes_per_block, groups[0].shape[1], least=moves)
         given = min(wanted, int(_MOST_OF_MEMORY * available_memory()) // bytes_per_block)
         try:
             pool = HostPool(native, bytes_per_block, max(moves, given), moves)
@@ -76,18 +77,17 @@ class HostTier:
             f"{pool.num_blocks * bytes_per_block >> 20:,}",
         )
         gathered = torch.empty(
-            (HostPool.transfers, moves, len(planes), planes.shape[2]), dtype=torch.int32, device=kv.device
+            (HostPool.transfers, moves, bytes_per_block // 4), dtype=torch.int32, device=groups[0].device
         )
         pool.set_gathered(gathered.data_ptr())
         words = pool.list_words
         lists = [host_view(pool.list(i), 4 * words, torch.int32) for i in range(HostPool.transfers)]
-        return cls(pool, planes, gathered, lists)
+        return cls(pool, groups, gathered, lists)
 
     def enqueue(self, transfer: int) -> None:
-        """The kernel of a transfer, between its list and the copies that come before it or after it."""
-        move_blocks(
-            self._lists[transfer],
-            self._planes,
-            self._gathered[transfer],
-            scatter=HostPool.brings_in(transfer),
-        )
+        """The kernels of a transfer, between its list and the copies that come before it or after it."""
+        begin, scatter = 0, HostPool.brings_in(transfer)
+        for planes in self._groups:
+            end = begin + planes[:, 0].numel()
+            move_blocks(self._lists[transfer], planes, self._gathered[transfer, :, begin:end], scatter=scatter)
+            begin = end

@@ -13,8 +13,9 @@ from asyncengine.kernels.cuda.attention.run import BucketAttention
 from asyncengine.kernels.cuda.ops import CudaBatch, CudaOps
 from asyncengine.kernels.cuda.step.tensors import DeviceStep, allocate_step
 from asyncengine.kernels.float8_cache import fixed_scales, with_inverses
-from asyncengine.kernels.ops import AttentionLayer, LayerKVCache, split_heads
+from asyncengine.kernels.ops import AttentionLayer, split_heads
 from asyncengine.runner.state.kv_scales import fixed_prompt
+from asyncengine.runner.state.memory import without_memory
 from asyncengine.runner.steps.model_runner import LoadedModel
 
 
@@ -30,7 +31,7 @@ class _NotingAttention(BucketAttention):
         self.tops: list[Tensor] = []
         """float32 [2, Hk] of each layer so far"""
 
-    def of(self, layer: AttentionLayer) -> _NotingAttention:  # type: ignore[override]
+    def of(self, layer: AttentionLayer, num_kv_heads: int, head_dim: int) -> _NotingAttention:  # type: ignore[override]
         return self
 
     def __call__(
@@ -85,7 +86,6 @@ def calibrate_device(loaded: LoadedModel, ops: CudaOps) -> Tensor:
     step.input_ids.copy_(ids)
     step.positions.copy_(torch.arange(len(ids)))
     attention = _NotingAttention(loaded.config.head_dim)
-    nothing = torch.empty(0, device=ops.device)
     with torch.inference_mode():
-        loaded.model.run(CudaBatch(step, attention), [LayerKVCache(nothing, nothing)] * len(loaded.config.layer_caches))
+        loaded.model.run(CudaBatch(step, attention), without_memory(loaded.config, ops.device))
         return fixed_scales(torch.stack(attention.tops)).clone()

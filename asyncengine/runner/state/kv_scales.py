@@ -18,6 +18,7 @@ from asyncengine.config import EngineConfig
 from asyncengine.errors import MissingWeightError
 from asyncengine.kernels.cpu.base import BaseOps
 from asyncengine.kernels.float8_cache import fixed_scales
+from asyncengine.kernels.ops import LayerKVCache
 from asyncengine.models.config import ModelConfig
 from asyncengine.models.registry import CausalLM
 from asyncengine.runner.state import memory
@@ -62,10 +63,12 @@ def calibrate_host(
     ids = fixed_prompt(config.vocab_size, max_model_len)
     tokens, blocks = len(ids), -(-len(ids) // _BLOCK)
     cache = memory.allocate(EngineConfig(model="", block_size=_BLOCK), config, blocks, dtype, ops)
-    cache.memory.zero_()
+    for group in cache.groups:
+        group.zero_()
     places = list(range(tokens))
     batch = StepBatch(ids.tolist(), places, places, [0, tokens], [0], [list(range(blocks))], [tokens - 1])
     with torch.inference_mode():
         model.run(batch, cache.layers)
-        by_head = cache.memory.view(len(cache.memory), 2, blocks, config.num_kv_heads, -1)
-        return fixed_scales(by_head.abs().amax((2, 4)).float())
+        planes = [(layer.k, layer.v) for layer in cache.layers if isinstance(layer, LayerKVCache)]
+        tops = [torch.stack([plane.abs().amax((0, 2, 3)) for plane in pair]) for pair in planes]
+        return fixed_scales(torch.stack(tops).float())

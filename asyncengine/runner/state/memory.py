@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import logging
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +17,18 @@ from asyncengine.config import EngineConfig
 from asyncengine.errors import ConfigError
 from asyncengine.kernels.cpu.checks import native_dtype
 from asyncengine.kernels.float8 import FLOAT8
-from asyncengine.kernels.ops import KVSpec, LayerCache, LayerKVCache, Ops
+from asyncengine.kernels.ops import (
+    CacheSpec,
+    KVSpec,
+    LatentSpec,
+    LayerCache,
+    LayerKVCache,
+    LayerLatentCache,
+    LayerStates,
+    Ops,
+    PagedSpec,
+    StateSpec,
+)
 from asyncengine.machine import available_memory
 from asyncengine.models.config import ModelConfig
 
@@ -34,21 +46,17 @@ def kv_dtype(config: EngineConfig, dtype: torch.dtype) -> torch.dtype:
 
 
 def block_bytes(model: ModelConfig, block_size: int, dtype: torch.dtype) -> int:
-    """Bytes of one block: keys and values in ``dtype`` of all layers that keep them."""
-    layers, spec = kv_layers(model)
-    return 2 * layers * _block_elements(spec, block_size) * dtype.itemsize
+    """Bytes of one block: the planes in ``dtype`` of all layers that keep some. 0: no layer does."""
+    return sum(spec.planes * spec.width for spec in _paged(model.layer_caches)) * block_size * dtype.itemsize
 
 
-def kv_layers(model: ModelConfig) -> tuple[int, KVSpec]:
-    """Count the layers that keep keys and values, and give their one shape: it is the same for all, so that blocks are
-    copied as one."""
-    specs = [spec for spec in model.layer_caches if isinstance(spec, KVSpec)]
-    assert len(set(specs)) == 1
-    return len(specs), specs[0]
+def state_bytes(model: ModelConfig) -> int:
+    """Bytes of the states that all layers keep of one sequence."""
+    return sum(spec.num_bytes for spec in model.layer_caches if isinstance(spec, StateSpec))
 
 
-def _block_elements(spec: KVSpec, block_size: int) -> int:
-    return spec.num_heads * spec.head_dim * block_size
+def _paged(specs: Sequence[CacheSpec]) -> list[PagedSpec]:
+    return [spec for spec in specs if not isinstance(spec, StateSpec)]
 
 
 def choose_num_blocks(
@@ -56,6 +64,7 @@ def choose_num_blocks(
 ) -> int:
     """Blocks to allocate: as configured, or what max_num_seqs sequences can use within ``budget`` bytes.
 
+    Blocks of ``bytes_per_block`` 0 only count tokens: max_num_seqs sequences have all that they can use.
     ``device_bytes`` is all memory of the device that keeps them. Raises ConfigError if what is configured is more, or
     if not even one sequence of the configured max_model_len fits. The model's own context may be
     larger than the cache: a request that can never fit is refused at its admission (KVCapacityError).
@@ -63,7 +72,7 @@ def choose_num_blocks(
     per_sequence = -(-max_model_len // config.block_size)
     field = "kv_cache_memory_bytes" if config.num_kv_blocks is None else "num_kv_blocks"
     configured: int | None = getattr(config, field)
-    if configured is not None:
+    if configured is not None and (bytes_per_block > 0 or field == "num_kv_blocks"):
         blocks, origin = configured // (1 if field == "num_kv_blocks" else bytes_per_block), field
         if blocks * bytes_per_block > device_bytes:
             raise ConfigError(
@@ -71,7 +80,9 @@ def choose_num_blocks(
                 f"{device_bytes:,} in all"
             )
     else:
-        blocks = min(max(0, budget) // bytes_per_block, config.max_num_seqs * per_sequence)
+        blocks = config.max_num_seqs * per_sequence
+        if bytes_per_block > 0:
+            blocks = min(max(0, budget) // bytes_per_block, blocks)
         origin = f"the default budget of {max(0, budget):,} bytes"
     if blocks < per_sequence:
         what = (
@@ -140,16 +151,22 @@ def attention_layers(model: ModelConfig, scales: Iterable[Tensor | None]) -> lis
 
 @dataclass(frozen=True, slots=True)
 class KVCache:
-    """One allocation for the blocks of all layers, and what each layer sees."""
+    """The memory of all that layers keep, and the part that each layer sees."""
 
-    memory: Tensor
-    """[layers that keep keys and values, 2, num_blocks, elements of a block]: keys and values"""
+    groups: list[Tensor]
+    """Planes of blocks, [planes, num_blocks, elements of a block] of each size of plane; in a group they have the order
+    of the layers, and keys come before values. A model whose layers are alike has one group."""
     layers: list[LayerCache]
     """caches of the layers, as ModelConfig.layer_caches says"""
 
     def block_regions(self) -> list[tuple[int, int]]:
-        """(address of block 0, bytes per block) of every layer's keys and values, for copying blocks."""
-        return [(plane.data_ptr(), plane[0].nbytes) for plane in self.memory.flatten(0, 1)]
+        """(address of block 0, bytes per block) of every plane, for copying blocks."""
+        return [(plane.data_ptr(), plane[0].nbytes) for group in self.groups for plane in group]
+
+    def state_regions(self) -> list[tuple[int, int]]:
+        """(address of slot 0, bytes per slot) of every layer's states."""
+        states = [layer.states for layer in self.layers if isinstance(layer, LayerStates)]
+        return [(memory.data_ptr(), memory[0].nbytes) for memory in states]
 
 
 def allocate(
@@ -162,25 +179,58 @@ def allocate(
 
     Host memory is not touched, so pages become real as blocks get used. Raises ConfigError if there is not enough.
     """
-    num_layers, spec = kv_layers(model)
-    block_size = config.block_size
     if scales is not None:
         dtype = FLOAT8
-    shape = (num_layers, 2, num_blocks, _block_elements(spec, block_size))
+    block_size, counts = config.block_size, Counter[int]()
+    for spec in _paged(model.layer_caches):
+        counts[spec.width] += spec.planes
     try:
-        memory = torch.empty(shape, dtype=dtype, device=ops.device)
+        groups = {
+            width: torch.empty((planes, num_blocks, width * block_size), dtype=dtype, device=ops.device)
+            for width, planes in counts.items()
+        }
+        states = [
+            torch.empty((config.max_num_seqs, spec.num_bytes), dtype=torch.uint8, device=ops.device)
+            for spec in model.layer_caches
+            if isinstance(spec, StateSpec)
+        ]
     except RuntimeError as e:
+        of_states = state_bytes(model)
+        beside = f", and {config.max_num_seqs:,} states of {of_states:,} bytes" if of_states else ""
         raise ConfigError(
-            f"cannot allocate {num_blocks:,} KV blocks of {block_bytes(model, block_size, dtype):,} bytes: "
+            f"cannot allocate {num_blocks:,} KV blocks of {block_bytes(model, block_size, dtype):,} bytes{beside}: "
             "lower num_kv_blocks, kv_cache_memory_bytes or gpu_memory_utilization"
         ) from e
-    by_token = (num_blocks, spec.num_heads, block_size, spec.head_dim)
-    keys = (num_blocks, spec.num_heads, spec.head_dim, block_size) if ops.transposed_keys else by_token
-    of_layers = [None] * num_layers if scales is None else list(scales)
-    return KVCache(
-        memory,
-        [
-            LayerKVCache(k.view(keys), v.view(by_token), s, index)
-            for index, ((k, v), s) in enumerate(zip(memory, of_layers, strict=True))
-        ],
-    )
+    planes = {width: iter(group) for width, group in groups.items()}
+    return KVCache(list(groups.values()), _layers(model, planes, states, block_size, scales, ops.transposed_keys))
+
+
+def _layers(
+    model: ModelConfig, planes: Mapping[int, Iterator[Tensor]], states: Iterable[Tensor], block_size: int,
+    scales: Tensor | None, transposed_keys: bool,
+) -> list[LayerCache]:  # fmt: skip
+    """The caches of the layers over planes [num_blocks, elements] by their width, and states."""
+    layers: list[LayerCache] = []
+    remaining, number = iter(states), 0
+    for spec in model.layer_caches:
+        match spec:
+            case StateSpec():
+                layers.append(LayerStates(next(remaining)))
+            case LatentSpec():
+                layers.append(LayerLatentCache(next(planes[spec.width]).view(-1, block_size, spec.width)))
+            case KVSpec():
+                by_token = (spec.num_heads, block_size, spec.head_dim)
+                keys = (spec.num_heads, spec.head_dim, block_size) if transposed_keys else by_token
+                k, v = (next(planes[spec.width]).view(-1, *shape) for shape in (keys, by_token))
+                layers.append(LayerKVCache(k, v, None if scales is None else scales[number], number))
+                number += 1
+    return layers
+
+
+def without_memory(model: ModelConfig, device: torch.device) -> list[LayerCache]:
+    """Return caches of the layers that hold nothing, for a run of a model whose attention computes nothing."""
+    nothing = torch.empty(0, device=device)
+    kinds: dict[type, LayerCache] = {
+        KVSpec: LayerKVCache(nothing, nothing), LatentSpec: LayerLatentCache(nothing), StateSpec: LayerStates(nothing),
+    }  # fmt: skip
+    return [kinds[type(spec)] for spec in model.layer_caches]

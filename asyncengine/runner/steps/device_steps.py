@@ -69,8 +69,14 @@ class StepBuffers:
 
 def attention_kinds(model: ModelConfig, dtype: torch.dtype, *, float8_cache: bool = False) -> list[LayerKind]:
     """The kinds of layer that a model has, by their attention."""
-    shape = AttentionShape(model.num_heads, model.num_kv_heads, model.head_dim, dtype, float8_cache)
-    return [LayerKind(shape, window, model.score_softcap) for window in sorted(set(model.layer_windows))]
+    return [
+        LayerKind(
+            AttentionShape(model.num_heads, spec.num_heads, spec.head_dim, dtype, float8_cache),
+            spec.window,
+            model.score_softcap,
+        )
+        for spec in sorted(set(model.kv_specs))
+    ]
 
 
 def attention_limits(config: EngineConfig, max_model_len: int) -> Limits:
@@ -137,7 +143,6 @@ class DeviceSteps:
             ops.gpu,
             ops.device,
         )
-        self._planes = cache.memory.flatten(0, 1)
 
     @property
     def source(self) -> StepSource:
@@ -200,7 +205,8 @@ class DeviceSteps:
 
     def copy_blocks(self) -> None:
         """Enqueue the block copies of the next step, which comes after them."""
-        copy_blocks(self._buffers.source, self._planes)
+        for planes in self.cache.groups:
+            copy_blocks(self._buffers.source, planes)
 
     def restart(self, next_step: int = 1) -> None:
         """Forget the steps run so far: the next one is number ``next_step``, the first unless it says otherwise."""

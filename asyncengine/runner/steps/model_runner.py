@@ -20,7 +20,7 @@ from asyncengine.errors import ConfigError
 from asyncengine.kernels.cpu.base import BaseOps
 from asyncengine.kernels.cpu.ops import CpuOps
 from asyncengine.kernels.float8_cache import with_inverses
-from asyncengine.kernels.ops import LayerCache, Ops
+from asyncengine.kernels.ops import LayerCache, LayerKVCache, Ops
 from asyncengine.machine import total_memory
 from asyncengine.models.config import ModelConfig, RawConfig
 from asyncengine.models.files import read_optional_json
@@ -73,8 +73,9 @@ class LoadedModel:
             weight_bytes=self.mapped_bytes + self.owned_bytes,
             num_kv_blocks=num_blocks,
             num_host_kv_blocks=num_host_blocks,
-            num_kv_layers=kv_cache.kv_layers(self.config)[0],
-            can_decode_on_host=self.can_decode_on_host,
+            num_kv_layers=len(self.config.kv_specs),
+            can_decode_on_host=not self.host_obstacle,
+            host_obstacle=self.host_obstacle,
             fingerprint="" if config.disk_kv_path is None else self._fingerprint(config),
             block_size=config.block_size,
             kv_bytes_per_block=self.kv_bytes_per_block(config),
@@ -85,9 +86,14 @@ class LoadedModel:
         )
 
     @property
-    def can_decode_on_host(self) -> bool:
-        """Queries and keys cross in halves of heads; and a classification model makes no tokens."""
-        return self.config.head_dim % 2 == 0 and not self.config.labels
+    def host_obstacle(self) -> str:
+        """Why no sequence can decode on the host; empty if one can. Queries and keys cross in halves of heads, all
+        layers by one mailbox; and a classification model makes no tokens."""
+        if self.config.labels:
+            return "classifies"
+        if not self.config.has_alike_layers:
+            return "has layers that do not all keep keys and values of one shape"
+        return "has heads of an odd size" if self.config.head_dim % 2 else ""
 
     def _fingerprint(self, config: EngineConfig) -> str:
         """Digest all that keys and values depend on. Files count by size and time, as reading weights again would take
@@ -131,6 +137,11 @@ def load_model(config: EngineConfig, ops: Ops[Any, Any, Any], *, progress: bool 
             raise ConfigError(f"quantization={config.quantization} is not implemented for {architecture}")
         if dtype != torch.bfloat16:
             raise ConfigError(f"quantization={config.quantization} needs dtype=bfloat16, and not {dtype}")
+    if config.kv_cache_dtype == "fp8" and not model_config.has_alike_layers:
+        raise ConfigError(
+            f"kv_cache_dtype=fp8 needs layers that all keep keys and values of one shape, and those of {architecture} "
+            "do not"
+        )
     tensors = (
         DummyWeights(dtype, model_config.initializer_range, config.seed, device=ops.device)
         if dummy
@@ -204,12 +215,13 @@ class CpuModelRunner:
         if config.float8_cache and loaded.kv_scales is None:
             scales = kv_scales.calibrate_host(loaded.model, loaded.config, loaded.dtype, loaded.max_model_len, ops)
             loaded = replace(loaded, kv_scales=with_inverses(scales))
+        state_bytes = config.max_num_seqs * kv_cache.state_bytes(loaded.config)
         num_blocks = kv_cache.choose_num_blocks(
             config,
             loaded.max_model_len,
             loaded.kv_bytes_per_block(config),
-            kv_cache.host_budget(loaded.mapped_bytes),
-            total_memory(),
+            kv_cache.host_budget(loaded.mapped_bytes + state_bytes),
+            total_memory() - state_bytes,
         )
         cache = kv_cache.allocate(config, loaded.config, num_blocks, loaded.dtype, ops, loaded.kv_scales)
         num_host_blocks = choose_num_host_blocks(config, loaded.kv_bytes_per_block(config), num_blocks)
@@ -249,11 +261,12 @@ class CpuModelRunner:
         model = self.model_config
         shape = kv_cache.host_shape(model, getattr(torch, self.info.dtype), config.max_num_seqs)
         ops.lanes = CpuLanes(shape, model.hidden_size)
-        layers = kv_cache.attention_layers(model, (cache.scales for cache in self._cache.layers))
+        caches = [cache for cache in self._cache.layers if isinstance(cache, LayerKVCache)]
+        layers = kv_cache.attention_layers(model, (cache.scales for cache in caches))
         return CpuHostRows(lanes=ops.lanes, layers=layers, num_workers=config.num_hybrid_workers, isa=ops.isa)
 
     def kv_block_regions(self) -> list[tuple[int, int]]:
-        """(address of block 0, bytes per block) of every layer's keys and values."""
+        """(address of block 0, bytes per block) of every plane of the cache."""
         return self._cache.block_regions()
 
 
@@ -276,13 +289,14 @@ def choose_max_model_len(config: EngineConfig, model: ModelConfig) -> int:
 def _check_memory_beside_cache(config: EngineConfig, model: ModelConfig, max_model_len: int) -> None:
     """Raises ConfigError if the sizes of steps take more than half the memory beside the KV cache.
 
-    For a sequence that is its block table, what is kept of it while it runs, its mask, and in each step in flight its
-    input and its records; for a token its id in each step's input. For rotary positions it is a table of cosines and
-    sines for each kind, and its halves, which are computed from the angles. Without this check the system may end the
-    process.
+    For a sequence that is its block table, what is kept of it while it runs, the states of its layers, its mask, and in
+    each step in flight its input and its records; for a token its id in each step's input. For rotary positions it is a
+    table of cosines and sines for each kind, and its halves, which are computed from the angles. Without this check the
+    system may end the process.
     """
     steps = config.steps_in_flight
     of_sequence = 4 * -(-max_model_len // config.block_size) + _SLOT_BYTES + model.vocab_size // 8
+    of_sequence += kv_cache.state_bytes(model)
     of_sequence += 4 * steps * record_words(config.max_logprobs)
     needed = config.max_num_seqs * of_sequence + config.max_num_batched_tokens * steps * 8
     if model.ropes:

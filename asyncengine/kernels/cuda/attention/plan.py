@@ -39,6 +39,11 @@ class LayerKind(NamedTuple):
     softcap: float = 0.0
     """softcap of ``AttentionLayer``; 0 is none"""
 
+    @property
+    def key(self) -> tuple[int, float, int, int]:
+        """What tells the kinds of one model's layers apart: window, softcap, heads of keys and their size."""
+        return self.window, self.softcap, self.shape.num_kv_heads, self.shape.head_dim
+
 
 @dataclass(frozen=True, slots=True)
 class Tile:

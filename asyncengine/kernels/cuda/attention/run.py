@@ -105,10 +105,10 @@ class BucketAttention:
     """Attention of a model's layers in the steps of one bucket."""
 
     def __init__(self, planned: Iterable[PlannedAttention] = ()) -> None:
-        self._planned = {(one.plan.layer.window, one.plan.layer.softcap): one for one in planned}
+        self._planned = {one.plan.layer.key: one for one in planned}
 
-    def of(self, layer: AttentionLayer) -> PlannedAttention:
-        return self._planned[layer.window, layer.softcap]
+    def of(self, layer: AttentionLayer, num_kv_heads: int, head_dim: int) -> PlannedAttention:
+        return self._planned[layer.window, layer.softcap, num_kv_heads, head_dim]
 
     def build(self, step: DeviceStep, *, pdl: bool) -> None:
         """Build the work lists of the step, after ingest and before the model."""

@@ -16,20 +16,20 @@ def move_blocks(wanted: Tensor, planes: Tensor, gathered: Tensor, *, scatter: bo
     """Copy blocks from the cache's planes to where they lie side by side, or with ``scatter`` back.
 
     wanted is int32, which the device can read: how many blocks, then their numbers. planes is int32
-    [P, num_blocks, words]; gathered is int32 [at least that many blocks, P, words].
+    [P, num_blocks, words]; gathered is int32 [at least that many blocks, P * words], the last dimension contiguous.
     """
     count, _, words = planes.shape
     _move_blocks[(_PROGRAMS, count)](
-        wanted, planes, gathered, planes.shape[1], words, SCATTER=scatter, CHUNK=1024, num_warps=4
+        wanted, planes, gathered, planes.shape[1], words, gathered.stride(0), SCATTER=scatter, CHUNK=1024, num_warps=4
     )
 
 
 @kernel(do_not_specialize=["num_blocks"])
-def _move_blocks(wanted, planes, gathered, num_blocks, words, SCATTER: tl.constexpr, CHUNK: tl.constexpr):
+def _move_blocks(wanted, planes, gathered, num_blocks, words, stride, SCATTER: tl.constexpr, CHUNK: tl.constexpr):
     plane = tl.program_id(1).to(tl.int64)
     for i in range(tl.program_id(0), tl.load(wanted), tl.num_programs(0)):
         block = planes + (plane * num_blocks + tl.load(wanted + 1 + i)) * words
-        place = gathered + (plane + i * tl.num_programs(1)) * words
+        place = gathered + plane * words + i * stride
         for start in range(0, words, CHUNK):
             word = start + tl.arange(0, CHUNK)
             if SCATTER:
