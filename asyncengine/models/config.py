@@ -380,6 +380,15 @@ def read_layer_windows(raw: RawConfig, window: int, default: Sequence[bool]) -> 
     return tuple(window if sliding else 0 for sliding in slides)
 
 
+def read_one_window(raw: RawConfig) -> tuple[int, ...]:
+    """The windows of a family whose layers all have the same; UnsupportedModelError for layer_types that differ."""
+    window = 0 if raw.values.get("sliding_window") is None else raw.integer("sliding_window")
+    windows = read_layer_windows(raw, window, (True,) * raw.integer("num_hidden_layers"))
+    if set(windows) != {window}:
+        raise raw.unsupported("layer_types in a family with one window for all layers")
+    return windows
+
+
 def require_full_attention(raw: RawConfig, num_layers: int, max_positions: int) -> tuple[int, ...]:
     """The windows, all 0, of a family whose layers have none. UnsupportedModelError for a config that asks for some.
 

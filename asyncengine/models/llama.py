@@ -5,6 +5,7 @@ Touvron et al. 2023: RMS norm before each block, rotary positions, grouped queri
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from typing import Any
 
@@ -18,6 +19,8 @@ from asyncengine.models.files import excerpt
 from asyncengine.models.rotary import head_order, rotary_table
 from asyncengine.models.weights.shard import Cut
 from asyncengine.models.weights.source import WeightSource
+
+logger = logging.getLogger(__name__)
 
 _SILU: Mapping[str, Activation] = {"silu": "silu_mul", "swish": "silu_mul"}
 
@@ -178,6 +181,17 @@ def mlp_block(layer: LayerWeights) -> MLPBlock:
     return MLPBlock(before, up, config.activation, down, behind)
 
 
+def _tell_of_long_factors(config: ModelConfig, max_positions: int) -> None:
+    for rope in config.ropes:
+        if rope is not None and rope.kind == "longrope" and max_positions > rope.original_max_positions:
+            logger.warning(
+                "longrope: every text is computed with the factors for long ones, since the engine serves %d tokens; "
+                "with max_model_len = %d it would have those for short ones",
+                max_positions,
+                rope.original_max_positions,
+            )
+
+
 class LlamaForCausalLM(Decoder):
     """The decoder with its embedding and its head, loaded while it is built.
 
@@ -186,6 +200,7 @@ class LlamaForCausalLM(Decoder):
 
     def __init__(self, config: ModelConfig, weights: WeightSource, ops: ModelOps, max_positions: int) -> None:
         tables = {rope: rotary_table(rope, config.head_dim, max_positions).to(ops.device) for rope in config.ropes}
+        _tell_of_long_factors(config, max_positions)
         table = weights.table(config.embedding, config.vocab_size, config.hidden_size)
         embedding = ops.make_embedding(table, tied=config.tie_word_embeddings)
         layers = []

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from asyncengine.errors import ModelError, UnsupportedModelError
 from asyncengine.kernels.ops import Batch, BatchT, LayerCache, ModelOps
-from asyncengine.models import gemma2, gemma3, gpt2, llama, mistral, qwen2, qwen3
+from asyncengine.models import gemma2, gemma3, gpt2, llama, mistral, phi3, qwen2, qwen3
 from asyncengine.models.config import ModelConfig, RawConfig
 from asyncengine.models.files import excerpt
 from asyncengine.models.weights.formats import TensorSource
@@ -54,6 +54,7 @@ FAMILIES = {
     "Qwen3ForCausalLM": Family(qwen3.read_config, qwen3.Qwen3ForCausalLM, ("qwen3",)),
     "Gemma2ForCausalLM": Family(gemma2.read_config, gemma2.Gemma2ForCausalLM, ("gemma2",), quantizable=False),
     "Gemma3ForCausalLM": Family(gemma3.read_config, gemma3.Gemma3ForCausalLM, ("gemma3_text",), quantizable=False),
+    "Phi3ForCausalLM": Family(phi3.read_config, phi3.Phi3ForCausalLM, ("phi3",)),
 }
 
 
@@ -109,6 +110,7 @@ for _name, _causal in (
     ("Gemma2", "Gemma2ForCausalLM"),
     ("Gemma3Text", "Gemma3ForCausalLM"),
     ("Gemma3", "Gemma3ForConditionalGeneration"),
+    ("Phi3", "Phi3ForCausalLM"),
 ):
     FAMILIES[f"{_name}ForSequenceClassification"] = _classifier(FAMILIES[_causal])
     # Saved without a head, as embedding models are. The weights say whether there is one (``settle_head``).

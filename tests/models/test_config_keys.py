@@ -33,6 +33,7 @@ SOURCES = {
     "qwen3-window-biased": ["qwen3"],
     "gemma2": ["gemma2"],
     "gemma3": ["gemma3"],
+    "phi3-longrope": ["phi3"],
 }
 SHARED = ["masking_utils.py", "cache_utils.py", "modeling_rope_utils.py"]
 HARMLESS = {
@@ -194,6 +195,14 @@ HONOURED: dict[str, tuple[str, dict[str, Any]]] = {
     "Gemma 3 with scaled positions in a layer type": (
         "gemma3", {"rope_parameters": {"sliding_attention": tiny.YARN_ROPE, "full_attention": None}},
     ),
+    "Phi-3 with the oldest name of longrope": (
+        "phi3",
+        {"rope_parameters": None, "rope_theta": 700.0, "partial_rotary_factor": 0.5,
+         "original_max_position_embeddings": 32,
+         "rope_scaling": {"type": "su", "original_max_position_embeddings": 32,
+                          "short_factor": [1.0, 1.3], "long_factor": [2.0, 5.0]}},
+    ),
+    "Phi-3 with a window": ("phi3", {"sliding_window": 4}),
     "GPT-2 with the other names of its sizes": (
         "gpt2",
         {"n_layer": 7, "num_hidden_layers": 2, "num_attention_heads": 3, "n_positions": 9,
@@ -266,6 +275,13 @@ SLIDING = ["sliding_attention"] * 3
         ("llama", {"rope_parameters": ROPE | {"rope_type": "proportional"}}, "proportional"),
         ("qwen2", {"rope_scaling": {"type": "mrope", "mrope_section": [1, 1, 2]}}, "mrope"),
         ("qwen3", {"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+        ("phi3", {"layer_types": ["full_attention"] * 3, "sliding_window": 5}, "layer_types in a family with one"),
+        ("phi3", {"rope_parameters": ROPE | {"rope_type": "linear", "factor": 2.0}}, "rope scaling 'linear' in this"),
+        (
+            "phi3",
+            {"rope_parameters": ROPE | {"partial_rotary_factor": 0.4}},
+            "partial_rotary_factor = 0.4 of heads of 8",
+        ),
         ("gemma2", {"use_bidirectional_attention": True}, "use_bidirectional_attention"),
         ("gemma3", {"use_bidirectional_attention": True}, "use_bidirectional_attention"),
         ("gemma3", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping = 50.0"),
@@ -314,6 +330,39 @@ def test_tokens_behind_the_original_positions_equal_transformers(tmp_path: Path)
     sequence = driver.add(prompt, 412)
     driver.run([sequence], 12, 64)
     assert sequence.generated == tiny.generate(theirs, prompt, 12)
+
+
+@pytest.mark.parametrize(("max_model_len", "length"), [(32, 12), (32, 20), (128, 33), (128, 90)])
+def test_longrope_has_the_factors_of_the_longest_text(
+    tmp_path: Path, max_model_len: int, length: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """transformers chooses by the length of each text. An engine chooses once: for 32 tokens or for more."""
+    path = edited(tmp_path, "phi3", {"original_max_position_embeddings": 32, "rope_parameters": ROPE | {
+        "rope_type": "longrope", "partial_rotary_factor": 0.5, "short_factor": [1.0, 1.3], "long_factor": [2.0, 5.0],
+    }})  # fmt: skip
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+    driver = tiny.Driver(load(path, max_model_len=max_model_len))
+    assert ("with max_model_len = 32 it would" in caplog.text) == (max_model_len > 32)
+    prompt = (PROMPT * 3)[:length]
+    sequence = driver.add(prompt, length + 12)
+    driver.run([sequence], 12, 7)
+    assert sequence.generated == tiny.generate(theirs, prompt, 12)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"short_factor": [1.0]}, "'short_factor' must have 2 numbers, found 1"),
+        ({"long_factor": [1.0, 0]}, "'long_factor' must be positive, found 0"),
+        ({"long_factor": None}, "lacks 'long_factor'"),
+        ({"factor": -1}, "'factor' must be positive"),
+    ],
+)
+def test_factors_of_longrope_that_are_wrong(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+    rope = {"rope_type": "longrope", "short_factor": [1.0, 1.3], "long_factor": [2.0, 5.0]}
+    path = edited(tmp_path, "phi3", {"partial_rotary_factor": 0.5, "rope_parameters": ROPE | rope | changes})
+    with pytest.raises(ModelError, match=rf"config\.json, rope scaling.*{message}"):
+        load(path)
 
 
 # ---- Ends outside the vocabulary ----

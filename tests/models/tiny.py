@@ -119,6 +119,23 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
             },
         },
     ),
+    "phi3": (
+        "Phi3",
+        DECODER
+        | {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}, "pad_token_id": None},
+    ),
+    "phi3-longrope": (
+        "Phi3",
+        DECODER
+        | {
+            "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 4, "sliding_window": 9,
+            "tie_word_embeddings": True, "pad_token_id": None, "original_max_position_embeddings": 128,
+            "rope_parameters": {
+                "rope_type": "longrope", "partial_rotary_factor": 0.75, "attention_factor": 1.2,
+                "short_factor": [1.0, 1.0, 1.2, 1.5, 2.0, 2.5], "long_factor": [1.0, 1.5, 2.0, 2.5, 4.0, 5.0],
+            },
+        },
+    ),
 }  # fmt: skip
 
 
