@@ -88,7 +88,7 @@ class StateSpec(NamedTuple):
 
 
 PagedSpec: TypeAlias = KVSpec | LatentSpec
-"""What a layer keeps in the blocks of the cache."""
+"""A layer's part of the blocks of the cache."""
 
 CacheSpec: TypeAlias = PagedSpec | StateSpec
 """State that a layer keeps between steps; a kind of cache is a member of this union, and one of ``LayerCache``."""

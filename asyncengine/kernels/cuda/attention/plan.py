@@ -41,7 +41,7 @@ class LayerKind(NamedTuple):
 
     @property
     def key(self) -> tuple[int, float, int, int]:
-        """What tells the kinds of one model's layers apart: window, softcap, heads of keys and their size."""
+        """Key that tells the kinds of one model's layers apart: window, softcap, heads of keys and their size."""
         return self.window, self.softcap, self.shape.num_kv_heads, self.shape.head_dim
 
 
