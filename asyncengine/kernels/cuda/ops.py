@@ -122,7 +122,7 @@ class CudaOps:
 
     def attention(self, heads: Tensor, layer: AttentionLayer, cache: LayerKVCache, batch: CudaBatch) -> Tensor:
         attend = batch.attention.of(layer)
-        return attend(heads, layer, cache.k, cache.v, batch.step, scales=cache.scales, **self.options.for_tma)
+        return attend(heads, layer, cache, batch.step, **self.options.for_tma)
 
     def exchange(
         self, heads: Tensor, x: Tensor, residual: Residual, layer: AttentionLayer, cache: LayerKVCache, batch: CudaBatch
