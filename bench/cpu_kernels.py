@@ -21,6 +21,7 @@ import torch.nn.functional as F
 
 from asyncengine import _core
 from asyncengine.kernels.cpu.ops import CpuOps
+from asyncengine.kernels.ops import AttentionCall, AttentionLayer, LayerKVCache
 from asyncengine.kernels.weight import dense
 
 T = TypeVar("T")
@@ -106,8 +107,8 @@ def bench_attention(ops: CpuOps, repeats: int) -> Iterator[dict[str, object]]:
                 k = torch.randn(blocks, kv_heads, dim, 16).to(dtype)
                 v = torch.randn(blocks, kv_heads, 16, dim).to(dtype)
                 q = torch.randn(rows * queries, heads, dim).to(dtype)
-                args = (q, k, v, batch, dim**-0.5, 0)
-                time_s = interleave({"ours": partial(ops.paged_attention, *args)}, repeats)["ours"]
+                call = AttentionCall(q, AttentionLayer(heads, None, None, dim**-0.5, 0), LayerKVCache(k, v), batch)
+                time_s = interleave({"ours": partial(ops.paged_attention, call)}, repeats)["ours"]
                 keys = rows * (context + queries)
                 pairs = rows * queries * (context + (queries + 1) / 2)
                 yield {

@@ -27,6 +27,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right
 
+from asyncengine.kernels.cuda.attention.call import KernelCall
 from asyncengine.kernels.cuda.attention.choose import (
     Limits,
     describe,
@@ -44,7 +45,7 @@ from asyncengine.kernels.cuda.step.bucket import ANY_CONTEXT, Bucket
 from asyncengine.kernels.cuda.step.tensors import DeviceStep, allocate_step
 from asyncengine.kernels.cuda.trials import examine
 from asyncengine.kernels.float8 import FLOAT8
-from asyncengine.kernels.ops import AttentionLayer, HeadNorms
+from asyncengine.kernels.ops import AttentionLayer, HeadNorms, LayerKVCache
 from asyncengine.models.config import ModelConfig
 
 DTYPE = torch.bfloat16
@@ -288,14 +289,17 @@ class Bench:
 
     def _launch(self, launches: Sequence[Launch], work: WorkList | Counters, copy: int, pdl: bool | None) -> None:
         pdl = self.pdl if pdl is None else pdl
-        k, v = self.caches[copy]
-        launch_all(launches, self.heads, self.layer, k, v, self.step, work, self.out, scales=self.scales, pdl=pdl)
+        launch_all(launches, self._call(work, copy, pdl))
 
     def store(self, copy: int, pdl: bool | None = None) -> None:
         """Store keys and values, and rotate the queries in place, as ``few`` and ``listed`` do before attention."""
         pdl = self.pdl if pdl is None else pdl
+        prepare(self._call(self.counters, copy, pdl))
+
+    def _call(self, work: WorkList | Counters, copy: int, pdl: bool) -> KernelCall:
         k, v = self.caches[copy]
-        prepare(self.heads, self.layer, k, v, self.step, scales=self.scales, pdl=pdl)
+        cache = LayerKVCache(k, v, self.scales)
+        return KernelCall(self.heads, self.layer, cache, self.step, work, self.out, pdl=pdl)
 
     def torch_calls(self) -> list[Call]:
         """scaled_dot_product_attention, over the memory of the caches as if it were contiguous."""

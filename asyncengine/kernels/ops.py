@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, NamedTuple, Protocol, TypeAlias, TypeVar
+from dataclasses import dataclass
+from typing import Any, Generic, Literal, NamedTuple, Protocol, TypeAlias, TypeVar
 
 from torch import Tensor, device
 
@@ -122,6 +123,30 @@ class LayerStates(NamedTuple):
 
 LayerCache: TypeAlias = LayerKVCache | LayerLatentCache | LayerStates
 """The memory of what a layer keeps, as ``CacheSpec`` describes it."""
+
+
+StepT = TypeVar("StepT")
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionCall(Generic[StepT]):
+    """Attention of one layer in one step, as kernels are handed it.
+
+    It is causal attention of the step's rows over the cache: see ``AttentionLayer`` for the positions that a token
+    sees.
+    """
+
+    heads: Tensor
+    """[T, num_heads + 2 Hk, D]: queries, keys and values side by side, those of a token contiguous. A kernel for which
+    keys and values are in the cache already reads the queries alone, and there may be nothing else."""
+    layer: AttentionLayer
+    cache: LayerKVCache
+    step: StepT
+
+    @property
+    def queries(self) -> Tensor:
+        """A view of the queries [T, num_heads, D]."""
+        return self.heads[:, : self.layer.num_heads]
 
 
 def split_heads(heads: Tensor, num_heads: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -76,7 +76,7 @@ def attend(world: World, work: WorkList, pdl: bool = True) -> Tensor:
     case = world.case
     out = torch.full((len(world.q), case.shape.num_heads * case.head_dim), math.nan, dtype=case.dtype, device="cuda")
     launches = plan_for(case).launches
-    launch_all(launches, world.q, case.layer, world.k, world.v, world.step, work, out, pdl=pdl)
+    launch_all(launches, world.call(work, out, pdl=pdl))
     for section in work.sections:
         assert not section.arrivals.any()
     return out.cpu()
@@ -139,7 +139,7 @@ def test_kernels_beside_one_another(model: str, rows: tuple[tuple[int, int], ...
             store_kv(new_k, new_v, slots, k, v, pdl=pdl)
         else:
             rotary_store_kv(x, shape.num_heads, None, None, 0.0, cos_sin, step.positions, slots, k, v, pdl=pdl)
-        launch_all(plan_for(world.case).launches, x, world.case.layer, k, v, step, work, out, pdl=pdl)
+        launch_all(plan_for(world.case).launches, world.call(work, out, heads=x, pdl=pdl))
         tma_linear(out, weight, plan, out=y, pdl=pdl)
         return out, y
 
@@ -205,7 +205,7 @@ def test_lists_for_other_kernels_are_refused() -> None:
     layer = world.case.layer
 
     def call(run, launch, heads=world.q, layer=layer, work=work):
-        run(launch, heads, layer, world.k, world.v, world.step, work, out)
+        run(launch, world.call(work, out, heads=heads, layer=layer))
 
     for other in (plain, replace(work, prefill=work.decode)):
         with pytest.raises(ConfigError, match="another kernel"):

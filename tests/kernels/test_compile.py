@@ -243,7 +243,7 @@ from asyncengine.kernels.cuda.attention.choose import Limits
 from asyncengine.kernels.cuda.attention.plan import AttentionShape, LayerKind
 from asyncengine.kernels.cuda.attention.run import StepAttention
 from asyncengine.kernels.cuda.step.tensors import allocate_step
-from asyncengine.kernels.ops import AttentionLayer, HeadNorms
+from asyncengine.kernels.ops import AttentionLayer, HeadNorms, LayerKVCache
 from asyncengine.runner.steps.buckets import Bucket
 
 card, cpu = card_for(target), torch.device("cpu")
@@ -271,8 +271,8 @@ for heads, kv_heads, dim, rotary, norm in eval(sys.argv[2]):
             attend = attention.of(bucket).of(layer, kv_heads, dim)
             attend(
                 random(bucket.max_tokens, (heads + 2 * kv_heads) * dim), layer,
-                random(8, kv_heads, 16, dim).to(cached), random(8, kv_heads, 16, dim).to(cached), step,
-                scales=scales, pdl=card.dependent_launch,
+                LayerKVCache(*(random(8, kv_heads, 16, dim).to(cached) for _ in "kv"), scales), step,
+                pdl=card.dependent_launch,
             )
 for name, kernel in compiled.items():
     assert kernel.metadata.shared <= card.shared_bytes, (name, kernel.metadata.shared, card)

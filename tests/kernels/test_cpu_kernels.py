@@ -14,7 +14,7 @@ from torch import Tensor
 from asyncengine import _core
 from asyncengine.kernels.cpu.base import Residual
 from asyncengine.kernels.cpu.ops import CpuOps
-from asyncengine.kernels.ops import Activation, AttentionLayer, LayerKVCache, Norm, split_heads
+from asyncengine.kernels.ops import Activation, AttentionCall, AttentionLayer, LayerKVCache, Norm, split_heads
 from asyncengine.kernels.weight import dense
 
 ISAS = _core.CpuKernels.available_isas()
@@ -378,14 +378,15 @@ class Paged:
         parts = [torch.cat([x[s][a:b] for s, a, b in rows]) for x in (self.q, self.k, self.v)]
         heads, num_heads, scale = torch.cat(parts, 1), parts[0].shape[1], parts[0].shape[2] ** -0.5
         caches = (self.k_cache, self.v_cache)
-        before = [cache.clone() for cache in caches]
+        before = self.k_cache.clone(), self.v_cache.clone()
         layer = AttentionLayer(num_heads, None, None, scale, window, self.softcap)
-        out = ops.attention(heads.flatten(1), layer, LayerKVCache(*caches, self.scales), batch).clone()
+        cache = LayerKVCache(*caches, self.scales)
+        out = ops.attention(heads.flatten(1), layer, cache, batch).clone()
         q, k, v = split_heads(heads, num_heads)
-        ops.store_kv(k, v, before[0], before[1], batch, self.scales)
-        for cache, expected in zip(caches, before, strict=True):
-            assert_same(cache, expected)
-        assert_same(out, ops.paged_attention(q, *caches, batch, scale, window, self.softcap, self.scales))
+        ops.store_kv(k, v, LayerKVCache(*before, self.scales), batch)
+        for written, expected in zip(caches, before, strict=True):
+            assert_same(written, expected)
+        assert_same(out, ops.paged_attention(AttentionCall(q, layer, cache, batch)))
         return list(out.split([b - a for _, a, b in rows]))
 
     def twin(self, sequence: int, window: int) -> Tensor:
@@ -447,7 +448,8 @@ def test_attention_of_leading_rows_only(ops: CpuOps) -> None:
     whole = paged.step(ops, [(0, 0, 30), (1, 0, 20)], 0)
     slots = [paged.tables[0][1] * 16 + 13, *(paged.tables[1][p // 16] * 16 + p % 16 for p in range(20))]
     batch = _core.StepBatch([0] * 21, [29, *range(20)], slots, [0, 1, 21], [29, 0], paged.tables, [0, 20])
-    out = ops.paged_attention(paged.q[0][29:], paged.k_cache, paged.v_cache, batch, 0.25, 0)
+    layer, cache = AttentionLayer(2, None, None, 0.25, 0), LayerKVCache(paged.k_cache, paged.v_cache)
+    out = ops.paged_attention(AttentionCall(paged.q[0][29:], layer, cache, batch))
     assert_same(out, whole[0][29:])
 
 

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from asyncengine.errors import ConfigError
 from asyncengine.kernels.cuda.attention import few_keys, paged, paged_decode
+from asyncengine.kernels.cuda.attention.call import KernelCall
 from asyncengine.kernels.cuda.attention.choose import few_keys_context, few_keys_pieces, few_keys_tile
 from asyncengine.kernels.cuda.attention.plan import AttentionShape, Kernel, Launch
 from asyncengine.kernels.cuda.attention.run import launch_all
@@ -24,7 +25,7 @@ from asyncengine.kernels.cuda.gpu import H200
 from asyncengine.kernels.cuda.rows.rotary import rotary_store_kv
 from asyncengine.kernels.cuda.step.tensors import allocate_step
 from asyncengine.kernels.float8_cache import quantize_heads
-from asyncengine.kernels.ops import AttentionLayer, HeadNorms
+from asyncengine.kernels.ops import AttentionLayer, HeadNorms, LayerKVCache
 from tests.kernels.test_paged_attention import SMALL, TOLERANCE, Case, World, backwards, check, make_world, to_device
 from tests.kernels.test_paged_attention import cases as attention_cases
 
@@ -68,7 +69,8 @@ class Decode:
         else:
             work = counters(self.heads.device)
             launch, arrivals = few_launch(case.shape, len(case.rows), way), work.arrivals
-        launch_all([launch], self.heads, self.layer, k, v, step, work, out, scales=self.world.scales, pdl=pdl, **how)
+        cache = LayerKVCache(k, v, self.world.scales)
+        launch_all([launch], KernelCall(self.heads, self.layer, cache, step, work, out, pdl=pdl, **how))
         assert torch.equal(self.heads, before)
         assert not arrivals.any()
         return out.cpu()
@@ -219,7 +221,7 @@ def check_prompts_as_rows(case: Case, device: torch.device, pieces: int, spare: 
     work = counters(device, (tokens + spare) * shape.num_heads)
     before = world.k.clone(), world.v.clone()
     launch = few_launch(shape, tokens, pieces, stored=True)
-    few_keys.run(launch, heads, case.layer, world.k, world.v, step, work, out, scales=world.scales)
+    few_keys.run(launch, world.call(work, out, heads=heads, step=step))
     check(world, out.cpu())
     assert not work.arrivals.any()
     for cache, was in zip((world.k, world.v), before, strict=True):
@@ -275,8 +277,8 @@ def test_a_work_list_comes_to_what_separate_kernels_do(device: torch.device, flo
     )  # fmt: skip
     out = torch.empty(len(heads), case.shape.num_heads * case.head_dim, dtype=case.dtype, device=device)
     launch = Launch("paged", work.decode.tile, "one", stored=True)
-    scales = decode.world.scales
-    paged.run(launch, heads, case.layer, separate_k, separate_v, step, work, out, scales=scales)
+    cache = LayerKVCache(separate_k, separate_v, decode.world.scales)
+    paged.run(launch, decode.world.call(work, out, heads=heads, cache=cache))
     assert torch.equal(k.float().nan_to_num(), separate_k.float().nan_to_num())
     assert torch.equal(v.float().nan_to_num(), separate_v.float().nan_to_num())
     apart = (fused[: len(heads)].float() - out.cpu().float()).abs()
@@ -330,7 +332,7 @@ def test_misuse_is_reported(device: torch.device) -> None:
 
     def call(heads=decode.heads, norms=decode.norms, cos_sin=decode.cos_sin, work=enough):
         layer = decode.layer._replace(norms=norms, cos_sin=cos_sin)
-        few_keys.run(launch, heads, layer, world.k, world.v, world.step, work, out)
+        few_keys.run(launch, world.call(work, out, heads=heads, layer=layer))
 
     with pytest.raises(ValueError, match="heads"):
         call(decode.heads[:, :-1])
@@ -356,7 +358,7 @@ def test_misuse_with_a_work_list_is_reported(device: torch.device) -> None:
 
     def call(work, window=0, heads=decode.heads):
         layer = decode.layer._replace(window=window)
-        paged_decode.run(launch, heads, layer, world.k, world.v, world.step, work, out)
+        paged_decode.run(launch, world.call(work, out, heads=heads, layer=layer))
 
     call(right)
     with pytest.raises(ValueError, match="heads"):

@@ -76,7 +76,7 @@ def test_numbers_are_stored_as_torch_rounds_them(ops: CpuOps, dtype: torch.dtype
         k_cache = torch.zeros(1, 1, x.shape[2], 16).to(FLOAT8)
         v_cache = torch.zeros(1, 1, 16, x.shape[2]).to(FLOAT8)
         batch = _core.StepBatch([0], [0], [3], [0, 1], [0], [[0]], [0])
-        ops.store_kv(x, x, k_cache, v_cache, batch, scales)
+        ops.store_kv(x, x, LayerKVCache(k_cache, v_cache, scales), batch)
         expected = quantize_heads(x, scales[0])[0, 0]
         there = ~expected.float().isnan()
         for stored in (k_cache[0, 0, :, 3].clone(), v_cache[0, 0, 3]):

@@ -6,6 +6,7 @@ import contextlib
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import pytest
 import torch
@@ -15,15 +16,16 @@ from torch import Tensor
 
 from asyncengine.errors import ConfigError
 from asyncengine.kernels.cuda.attention import paged
+from asyncengine.kernels.cuda.attention.call import KernelCall
 from asyncengine.kernels.cuda.attention.choose import fixed_tile, paged_tiles
 from asyncengine.kernels.cuda.attention.plan import AttentionShape, Launch, Tile
 from asyncengine.kernels.cuda.attention.run import launch_all
-from asyncengine.kernels.cuda.attention.work.lists import WorkList
+from asyncengine.kernels.cuda.attention.work.lists import Work, WorkList
 from asyncengine.kernels.cuda.gpu import H200
 from asyncengine.kernels.cuda.step.tensors import DeviceStep, allocate_step
 from asyncengine.kernels.float8 import FLOAT8, FLOAT8_MAX
 from asyncengine.kernels.float8_cache import with_inverses
-from asyncengine.kernels.ops import AttentionLayer
+from asyncengine.kernels.ops import AttentionLayer, LayerKVCache
 
 SMALL = (Tile(16, 16, 4, 2, 1), Tile(16, 16, 4, 2, 1))
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
@@ -132,12 +134,17 @@ class World:
             num_programs=case.programs,
         )
 
+    def call(self, work: Work, out: Tensor, **others: Any) -> KernelCall:
+        """What kernels are handed, with ``others`` in place of the world's own."""
+        cache = LayerKVCache(self.k, self.v, self.scales)
+        return replace(KernelCall(self.q, self.case.layer, cache, self.step, work, out), **others)
+
     def attend(self, work: WorkList) -> Tensor:
         case = self.case
         out = torch.full((len(self.q), case.shape.num_heads * case.head_dim), math.nan, device=self.q.device)
         out = out.to(case.dtype)
         launches = [Launch("paged", section.tile, section.rows, stored=True) for section in work.sections]
-        launch_all(launches, self.q, case.layer, self.k, self.v, self.step, work, out, scales=self.scales)
+        launch_all(launches, self.call(work, out))
         for section in work.sections:
             assert not section.arrivals.any()
         return out.cpu()
@@ -379,7 +386,7 @@ def test_misuse_is_reported(device: torch.device) -> None:
     launch, layer = Launch("paged", work.decode.tile, "one", stored=True), world.case.layer
 
     def call(launch=launch, layer=layer, k=world.k, work=work, out=out):
-        paged.run(launch, world.q, layer, k, world.v, world.step, work, out)
+        paged.run(launch, world.call(work, out, layer=layer, cache=LayerKVCache(k, world.v)))
 
     call()
     with pytest.raises(ConfigError, match="window"):

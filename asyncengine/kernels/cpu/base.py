@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -12,7 +12,17 @@ from torch import Tensor
 
 from asyncengine._core import CpuLanes, Need, StepBatch
 from asyncengine.kernels.cpu import sdpa
-from asyncengine.kernels.ops import Activation, AttentionLayer, HandleT, LayerKVCache, Norm, Ops, Reduction, split_heads
+from asyncengine.kernels.ops import (
+    Activation,
+    AttentionCall,
+    AttentionLayer,
+    HandleT,
+    LayerKVCache,
+    Norm,
+    Ops,
+    Reduction,
+    split_heads,
+)
 from asyncengine.kernels.weight import PackedWeight
 
 PrefillAttention = Literal["native", "sdpa"]
@@ -83,26 +93,14 @@ class BaseOps(Ops[StepBatch, Residual, HandleT]):
         """Rotate the views q [T, Hq, D] and k [T, Hk, D] in place."""
 
     @abstractmethod
-    def store_kv(
-        self, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, batch: StepBatch, scales: Tensor | None = None
-    ) -> None:
-        """Write the views k, v [T, Hk, D] to the cache slots of the step; with ``LayerKVCache.scales``, in float8."""
+    def store_kv(self, k: Tensor, v: Tensor, cache: LayerKVCache, batch: StepBatch) -> None:
+        """Write the views k, v [T, Hk, D] to the cache slots of the step; with scales of the cache, in float8."""
 
     @abstractmethod
-    def paged_attention(
-        self,
-        q: Tensor,
-        k_cache: Tensor,
-        v_cache: Tensor,
-        batch: StepBatch,
-        scale: float,
-        window: int,
-        softcap: float = 0.0,
-        scales: Tensor | None = None,
-    ) -> Tensor:
-        """Causal attention of the view q [T, Hq, D] over the rows' KV in the cache: [T, Hq * D].
+    def paged_attention(self, call: AttentionCall[StepBatch]) -> Tensor:
+        """Attention over keys and values that are in the cache: [T, num_heads * D].
 
-        q may also hold just the tokens of the leading rows; the other rows are then left out.
+        There may be just the queries of the leading rows; the other rows are then left out.
         """
 
     def norm_linear(
@@ -119,28 +117,26 @@ class BaseOps(Ops[StepBatch, Residual, HandleT]):
         residual.pending = y if norm is None else self.norm(y, norm)
 
     def attention(self, heads: Tensor, layer: AttentionLayer, cache: LayerKVCache, batch: StepBatch) -> Tensor:
-        q = self.store_heads(heads, layer, cache, batch)
+        call = AttentionCall(heads.view(heads.shape[0], -1, cache.v.shape[3]), layer, cache, batch)
+        self.store_heads(call)
         if not self._by_sdpa or layer.softcap:  # torch's kernel caps no scores
-            return self._attend(q, layer, cache, batch)
+            return self.paged_attention(call)
         decodes = sdpa.count_decodes(batch)
         if decodes == batch.num_rows:
-            return self._attend(q, layer, cache, batch)
+            return self.paged_attention(call)
+        q = call.queries
         out = q.new_empty(len(q), q.shape[1] * q.shape[2])
         if decodes:
-            out[:decodes] = self._attend(q[:decodes], layer, cache, batch)
-        sdpa.attend_prompts(q, layer, cache, batch, decodes, out)
+            out[:decodes] = self.paged_attention(replace(call, heads=call.heads[:decodes]))
+        sdpa.attend_prompts(call, decodes, out)
         return out
 
-    def _attend(self, q: Tensor, layer: AttentionLayer, cache: LayerKVCache, batch: StepBatch) -> Tensor:
-        return self.paged_attention(q, cache.k, cache.v, batch, layer.scale, layer.window, layer.softcap, cache.scales)
-
-    def store_heads(self, heads: Tensor, layer: AttentionLayer, cache: LayerKVCache, batch: StepBatch) -> Tensor:
-        """Everything of ``attention`` that precedes it; the queries [T, Hq, D], normed and rotated."""
-        head_dim = cache.v.shape[3]
-        self.prepare_heads(heads, head_dim, layer, batch)
-        q, k, v = split_heads(heads.view(heads.shape[0], -1, head_dim), layer.num_heads)
-        self.store_kv(k, v, cache.k, cache.v, batch, cache.scales)
-        return q
+    def store_heads(self, call: AttentionCall[StepBatch]) -> None:
+        """Everything of ``attention`` that precedes it: queries and keys are normed and rotated in place."""
+        heads, layer = call.heads, call.layer
+        self.prepare_heads(heads, heads.shape[2], layer, call.step)
+        _, k, v = split_heads(heads, layer.num_heads)
+        self.store_kv(k, v, call.cache, call.step)
 
     def prepare_heads(self, heads: Tensor, head_dim: int, layer: AttentionLayer, batch: StepBatch) -> None:
         """Norm and rotate queries and keys in place, as the layer says."""

@@ -23,7 +23,7 @@ from asyncengine.kernels.cpu.linear.handle import CpuLinearHandle, UnpackedHandl
 from asyncengine.kernels.cpu.linear.panels import Panels
 from asyncengine.kernels.cpu.memory import Result, ResultPool
 from asyncengine.kernels.float8 import FLOAT8
-from asyncengine.kernels.ops import Activation, AttentionLayer, LayerKVCache, Norm, is_gated
+from asyncengine.kernels.ops import Activation, AttentionCall, AttentionLayer, LayerKVCache, Norm, is_gated
 from asyncengine.kernels.weight import PackedWeight
 
 # The function, and whether it is gated.
@@ -309,53 +309,37 @@ class CpuOps(BaseOps[CpuLinearHandle | UnpackedHandle]):
                 positions.data_ptr(),
             )
 
-    def store_kv(
-        self, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, batch: StepBatch,
-        scales: Tensor | None = None,
-    ) -> None:  # fmt: skip
+    def store_kv(self, k: Tensor, v: Tensor, cache: LayerKVCache, batch: StepBatch) -> None:
         """Write the views k, v [T, Hk, D] to the cache slots of batch.slot_mapping; with scales, in float8."""
-        cache = self._cache(k_cache, v_cache, scales, k.dtype).native
-        expected = (batch.num_tokens, k_cache.shape[1], k_cache.shape[2])
+        native = self._cache(cache, k.dtype).native
+        expected = (batch.num_tokens, cache.k.shape[1], cache.k.shape[2])
         for x in (k, v):
-            check_heads(x, k.dtype if scales is not None else k_cache.dtype, "k and v")
+            check_heads(x, k.dtype if cache.scales is not None else cache.k.dtype, "k and v")
             if x.shape != expected:
                 raise ValueError(f"k and v must be {list(expected)}, got {list(x.shape)}")
-        self._native.store_kv(_dtype(k), k.data_ptr(), k.stride(0), v.data_ptr(), v.stride(0), cache, batch)
+        self._native.store_kv(_dtype(k), k.data_ptr(), k.stride(0), v.data_ptr(), v.stride(0), native, batch)
 
-    def paged_attention(
-        self,
-        q: Tensor,
-        k_cache: Tensor,
-        v_cache: Tensor,
-        batch: StepBatch,
-        scale: float,
-        window: int,
-        softcap: float = 0.0,
-        scales: Tensor | None = None,
-    ) -> Tensor:
-        """Causal attention of the view q [T, Hq, D] over the cached KV, their own included: [T, Hq * D].
-
-        The token at position i sees position j if j <= i and, with a window > 0, i - window < j.
-        q may also hold just the tokens of the leading rows; the other rows are then left out.
-        """
-        cache = self._cache(k_cache, v_cache, scales, q.dtype).native
-        check_heads(q, q.dtype if scales is not None else k_cache.dtype, "q")
+    def paged_attention(self, call: AttentionCall[StepBatch]) -> Tensor:
+        q, layer, keys, scales = call.queries, call.layer, call.cache.k, call.cache.scales
+        native = self._cache(call.cache, q.dtype).native
+        check_heads(q, q.dtype if scales is not None else keys.dtype, "q")
         tokens, heads, dim = q.shape
-        if dim != k_cache.shape[2] or heads % k_cache.shape[1] or tokens > batch.num_tokens:
-            raise ValueError(f"q {list(q.shape)} does not fit the cache {list(k_cache.shape)} and the batch")
-        if window < 0 or softcap < 0:
-            raise ValueError(f"window and softcap must be at least 0, got {window} and {softcap}")
+        if dim != keys.shape[2] or heads % keys.shape[1] or tokens > call.step.num_tokens:
+            raise ValueError(f"q {list(q.shape)} does not fit the cache {list(keys.shape)} and the batch")
+        if layer.window < 0 or layer.softcap < 0:
+            raise ValueError(f"window and softcap must be at least 0, got {layer.window} and {layer.softcap}")
         out = self._results.empty((tokens, heads * dim), q.dtype)
         self._native.paged_attention(
-            _dtype(q), q.data_ptr(), q.stride(0), tokens, heads, out.data_ptr(), cache, batch, scale, window, softcap
-        )
+            _dtype(q), q.data_ptr(), q.stride(0), tokens, heads, out.data_ptr(), native, call.step, layer.scale,
+            layer.window, layer.softcap,
+        )  # fmt: skip
         return out
 
     def attention(self, heads: Tensor, layer: AttentionLayer, cache: LayerKVCache, batch: StepBatch) -> Tensor:
         """``store_heads`` and ``paged_attention`` of contiguous heads. The next call writes the same memory."""
         if self._by_sdpa:
             return super().attention(heads, layer, cache, batch)
-        seen = self._cache(cache.k, cache.v, cache.scales, heads.dtype)
+        seen = self._cache(cache, heads.dtype)
         if seen.layer is not layer:
             self._put_layer(layer, seen)
         last, result = self._last, seen.attended
@@ -391,24 +375,25 @@ class CpuOps(BaseOps[CpuLinearHandle | UnpackedHandle]):
         self._native.sample(logits.data_ptr(), logits.shape[-1], batch, tokens.data_ptr())
         return tokens
 
-    def _cache(self, k_cache: Tensor, v_cache: Tensor, scales: Tensor | None, dtype: torch.dtype) -> _Cache:
+    def _cache(self, cache: LayerKVCache, dtype: torch.dtype) -> _Cache:
         """A layer's cache, checked the first time it is seen. ``dtype`` is that of heads, if the cache is in float8."""
-        found = self._caches.get(id(k_cache))
-        if found is not None and found.k() is k_cache and found.v() is v_cache and found.scales is scales:
+        keys, values, scales, _ = cache
+        found = self._caches.get(id(keys))
+        if found is not None and found.k() is keys and found.v() is values and found.scales is scales:
             return found
-        blocks, heads, dim, block_size = k_cache.shape
-        stored, scales_at = k_cache.dtype, 0
+        blocks, heads, dim, block_size = keys.shape
+        stored, scales_at = keys.dtype, 0
         if scales is None:
             dtype = stored
         else:
             stored, scales_at = FLOAT8, scales.data_ptr()
             check(scales, torch.float32, (2, 2, heads), "scales")
-        check(k_cache, stored, (blocks, heads, dim, block_size), "k_cache")
-        check(v_cache, stored, (blocks, heads, block_size, dim), "v_cache")
-        native = PagedKV(k_cache.data_ptr(), v_cache.data_ptr(), heads, dim, block_size, scales_at)
-        k, v = weakref.ref(k_cache), weakref.ref(v_cache)
+        check(keys, stored, (blocks, heads, dim, block_size), "k_cache")
+        check(values, stored, (blocks, heads, block_size, dim), "v_cache")
+        native = PagedKV(keys.data_ptr(), values.data_ptr(), heads, dim, block_size, scales_at)
+        k, v = weakref.ref(keys), weakref.ref(values)
         found = _Cache(k, v, scales, native, dtype, native_dtype(dtype), heads, dim)
-        self._caches[id(k_cache)] = found
+        self._caches[id(keys)] = found
         return found
 
 

@@ -15,7 +15,7 @@ from asyncengine.kernels.cpu.linear.formats.base import Format
 from asyncengine.kernels.cpu.linear.formats.registry import format_of
 from asyncengine.kernels.cpu.paging import gather_kv, visible
 from asyncengine.kernels.float8_cache import quantize_heads
-from asyncengine.kernels.ops import Activation, Norm, is_gated
+from asyncengine.kernels.ops import Activation, AttentionCall, LayerKVCache, Norm, is_gated
 from asyncengine.kernels.weight import PackedWeight
 
 
@@ -89,30 +89,19 @@ class ReferenceOps(BaseOps[ReferenceLinear]):
             a, b = x.float().chunk(2, dim=-1)
             x.copy_(torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1))
 
-    def store_kv(
-        self, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, batch: StepBatch, scales: Tensor | None = None
-    ) -> None:
-        if scales is not None:
-            k, v = quantize_heads(k, scales[0]), quantize_heads(v, scales[1])
+    def store_kv(self, k: Tensor, v: Tensor, cache: LayerKVCache, batch: StepBatch) -> None:
+        if cache.scales is not None:
+            k, v = quantize_heads(k, cache.scales[0]), quantize_heads(v, cache.scales[1])
         slots = torch.from_numpy(batch.slot_mapping)
-        block_size = v_cache.shape[2]
+        block_size = cache.v.shape[2]
         block, offset = slots // block_size, slots % block_size
-        k_cache[block, :, :, offset] = k
-        v_cache[block, :, offset, :] = v
+        cache.k[block, :, :, offset] = k
+        cache.v[block, :, offset, :] = v
 
-    def paged_attention(
-        self,
-        q: Tensor,
-        k_cache: Tensor,
-        v_cache: Tensor,
-        batch: StepBatch,
-        scale: float,
-        window: int,
-        softcap: float = 0.0,
-        scales: Tensor | None = None,
-    ) -> Tensor:
-        group = q.shape[1] // k_cache.shape[1]
-        block_size = v_cache.shape[2]
+    def paged_attention(self, call: AttentionCall[StepBatch]) -> Tensor:
+        q, layer, cache, batch = call.queries, call.layer, call.cache, call.step
+        group = q.shape[1] // cache.k.shape[1]
+        block_size = cache.v.shape[2]
         out = q.new_empty(q.shape)
         for row in range(batch.num_rows):
             first, last = int(batch.query_start[row]), int(batch.query_start[row + 1])
@@ -120,13 +109,13 @@ class ReferenceOps(BaseOps[ReferenceLinear]):
                 break
             end = int(batch.context_len[row]) + last - first
             blocks = torch.from_numpy(batch.block_table(row, -(-end // block_size)))
-            k, v = gather_kv(k_cache, v_cache, blocks, 0, end, scales)
+            k, v = gather_kv(cache.k, cache.v, blocks, 0, end, cache.scales)
             k = k.float().repeat_interleave(group, dim=0)
             v = v.float().repeat_interleave(group, dim=0)
-            scores = torch.einsum("qhd,hkd->hqk", q[first:last].float(), k) * scale
-            if softcap:
-                self.soft_cap_(scores, softcap)
-            scores.masked_fill_(~visible(last - first, 0, end, window), float("-inf"))
+            scores = torch.einsum("qhd,hkd->hqk", q[first:last].float(), k) * layer.scale
+            if layer.softcap:
+                self.soft_cap_(scores, layer.softcap)
+            scores.masked_fill_(~visible(last - first, 0, end, layer.window), float("-inf"))
             out[first:last] = torch.einsum("hqk,hkd->qhd", scores.softmax(-1), v)
         return out.flatten(1)
 

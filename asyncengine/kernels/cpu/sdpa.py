@@ -11,7 +11,7 @@ from torch import Tensor
 
 from asyncengine._core import StepBatch
 from asyncengine.kernels.cpu.paging import gather_kv, visible
-from asyncengine.kernels.ops import AttentionLayer, LayerKVCache
+from asyncengine.kernels.ops import AttentionCall, LayerKVCache
 
 
 def count_decodes(batch: StepBatch) -> int:
@@ -23,20 +23,20 @@ def count_decodes(batch: StepBatch) -> int:
     return decodes
 
 
-def attend_prompts(
-    q: Tensor, layer: AttentionLayer, cache: LayerKVCache, batch: StepBatch, first_row: int, out: Tensor
-) -> None:
-    """Attention of the rows from ``first_row`` on: q [T, Hq, D], of all rows, to their part of out [T, Hq * D].
+def attend_prompts(call: AttentionCall[StepBatch], first_row: int, out: Tensor) -> None:
+    """Attention of the rows from ``first_row`` on, to their part of out [T, Hq * D].
 
     The layer caps no scores.
     """
+    layer, batch = call.layer, call.step
     starts = batch.query_start.tolist()
     for row in range(first_row, batch.num_rows):
         first, last = starts[row], starts[row + 1]
         context = int(batch.context_len[row])
-        num_blocks = -(-(context + last - first) // cache.v.shape[2])
+        num_blocks = -(-(context + last - first) // call.cache.v.shape[2])
         blocks = torch.from_numpy(batch.block_table(row, num_blocks))
-        out[first:last] = _attend_row(q[first:last], cache, blocks, context, layer.scale, layer.window)
+        q = call.queries[first:last]
+        out[first:last] = _attend_row(q, call.cache, blocks, context, layer.scale, layer.window)
 
 
 def _attend_row(q: Tensor, cache: LayerKVCache, blocks: Tensor, context: int, scale: float, window: int) -> Tensor:

@@ -123,7 +123,7 @@ class CudaOps:
     def attention(self, heads: Tensor, layer: AttentionLayer, cache: LayerKVCache, batch: CudaBatch) -> Tensor:
         _, num_kv_heads, _, head_dim = cache.v.shape
         attend = batch.attention.of(layer, num_kv_heads, head_dim)
-        return attend(heads, layer, cache.k, cache.v, batch.step, scales=cache.scales, **self.options.for_tma)
+        return attend(heads, layer, cache, batch.step, **self.options.for_tma)
 
     def exchange(
         self, heads: Tensor, x: Tensor, residual: Residual, layer: AttentionLayer, cache: LayerKVCache, batch: CudaBatch

@@ -35,9 +35,9 @@ class _NotingAttention(BucketAttention):
         return self
 
     def __call__(
-        self, heads: Tensor, layer: AttentionLayer, k_cache: Tensor, v_cache: Tensor, step: DeviceStep, **_: object
+        self, heads: Tensor, layer: AttentionLayer, cache: LayerKVCache, step: DeviceStep, **_: object
     ) -> Tensor:
-        """Attend as ``PlannedAttention`` does, for tokens at the positions 0, 1 ... The caches are not looked at."""
+        """Attend as ``PlannedAttention`` does, for tokens at the positions 0, 1 ... The cache is not looked at."""
         q, k, v = split_heads(heads.view(len(heads), -1, self._head_dim), layer.num_heads)
         if layer.norms is not None:
             q, k = (_normed(x, gain, layer.norms.eps) for x, gain in ((q, layer.norms.q), (k, layer.norms.k)))

@@ -17,15 +17,18 @@ are, and no barrier is needed to bring them there.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from asyncengine.errors import ConfigError
+from asyncengine.kernels.cuda.attention.call import KernelCall
 from asyncengine.kernels.cuda.attention.plan import Launch
 from asyncengine.kernels.cuda.attention.scores import base2_scale, score_constants, transform_scores
-from asyncengine.kernels.cuda.attention.work.lists import NO_WINDOW, Counters, Work
+from asyncengine.kernels.cuda.attention.work.lists import NO_WINDOW, Counters
 from asyncengine.kernels.cuda.launch.compiling import kernel
 from asyncengine.kernels.cuda.launch.programmatic import launch_options, wait
 from asyncengine.kernels.cuda.rows.float8_cache import (
@@ -37,27 +40,12 @@ from asyncengine.kernels.cuda.rows.float8_cache import (
     value_inverse,
     value_scale,
 )
-from asyncengine.kernels.cuda.step.tensors import DeviceStep
-from asyncengine.kernels.ops import AttentionLayer, HeadNorms
 
 MIN_TILES = tl.constexpr(2)
 """A piece has no fewer tiles of keys than this, if its row has as many."""
 
 
-def run(
-    launch: Launch,
-    heads: Tensor,
-    layer: AttentionLayer,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    step: DeviceStep,
-    work: Work,
-    out: Tensor,
-    *,
-    scales: Tensor | None = None,
-    pdl: bool = False,
-    l2_cache_hints: bool = True,
-) -> None:
+def run(launch: Launch, call: KernelCall) -> None:
     """Attend as ``run`` of run.py says, for rows of one token; if the heads are stored, every token is a row.
 
     The heads are left as they were. A row's token is at position ``step.row_context_len``; its key and value are
@@ -66,14 +54,15 @@ def run(
 
     ``work`` has num_heads counters for each row at least.
     """
+    if launch.stored:
+        call = replace(call, layer=call.layer._replace(norms=None, cos_sin=None))
+    heads, layer, step, work = call.heads, call.layer, call.step, call.work
     if not isinstance(work, Counters):
         raise ConfigError("the work list is for another kernel: few_keys takes counters")
-    _, kv_heads, block_size, dim = k_cache.shape
-    stored, num_heads, norms, cos_sin = launch.stored, layer.num_heads, layer.norms, layer.cos_sin
-    if stored:
-        norms = cos_sin = None
+    _, kv_heads, block_size, dim = call.cache.k.shape
+    stored, num_heads = launch.stored, layer.num_heads
     rows = step.num_tokens if stored else step.num_rows
-    check_heads(heads, num_heads, norms, cos_sin, k_cache, v_cache, out, scales)
+    check_heads(call)
     if dim % 2:
         raise ValueError(f"few_keys: heads of {dim}, which have no halves")
     if len(work.arrivals) < rows * num_heads:
@@ -84,27 +73,27 @@ def run(
     partials = torch.empty((stats.shape[1], 2, half), dtype=torch.float32, device=heads.device)
     _decode_kernel[(pieces, num_heads, rows)](
         heads,
-        *surroundings(heads, norms, cos_sin),
+        *surroundings(call),
         step.token_slot if stored else step.row_slot,
         step.row_query_start,
         step.row_query_len,
         step.positions if stored else step.row_context_len,
         step.slot_mapping,
         step.slots.block_tables,
-        k_cache,
-        v_cache,
-        heads if scales is None else scales,
-        out,
+        call.cache.k,
+        call.cache.v,
+        heads if call.cache.scales is None else call.cache.scales,
+        call.out,
         partials,
         stats,
         work.arrivals,
         base2_scale(layer),
         layer.window or NO_WINDOW,
         heads.stride(0),
-        out.stride(0),
+        call.out.stride(0),
         step.slots.block_tables.stride(0),
-        NORM=norms is not None,
-        ROTARY=cos_sin is not None,
+        NORM=layer.norms is not None,
+        ROTARY=layer.cos_sin is not None,
         STORED=stored,
         GROUP=num_heads // kv_heads,
         KV_HEADS=kv_heads,
@@ -113,25 +102,24 @@ def run(
         BLOCK_SIZE=block_size,
         PIECES=pieces,
         N=launch.tile.keys,
-        FLOAT8=scales is not None,
+        FLOAT8=call.cache.scales is not None,
         **score_constants(layer),
         num_warps=launch.tile.warps,
         num_stages=launch.tile.stages,
-        **launch_options(pdl),
+        **launch_options(call.pdl),
     )
 
 
-def surroundings(
-    heads: Tensor, norms: HeadNorms | None, cos_sin: Tensor | None
-) -> tuple[Tensor, Tensor, float, Tensor]:
+def surroundings(call: KernelCall) -> tuple[Tensor, Tensor, float, Tensor]:
     """Norms of queries and keys, their eps, cosines and sines, as a kernel takes them: heads where there are none."""
-    return *(norms or (heads, heads, 0.0)), heads if cos_sin is None else cos_sin
+    heads, cos_sin = call.heads, call.layer.cos_sin
+    return *(call.layer.norms or (heads, heads, 0.0)), heads if cos_sin is None else cos_sin
 
 
-def check_heads(
-    heads: Tensor, num_heads: int, norms: HeadNorms | None, cos_sin: Tensor | None, k_cache: Tensor, v_cache: Tensor,
-    out: Tensor, scales: Tensor | None = None,
-) -> None:  # fmt: skip
+def check_heads(call: KernelCall) -> None:
+    """Raises ValueError if a tensor of the call does not fit the others, for a kernel that prepares heads."""
+    heads, out, (k_cache, v_cache, scales, _) = call.heads, call.out, call.cache
+    num_heads, norms, cos_sin = call.layer.num_heads, call.layer.norms, call.layer.cos_sin
     tokens, all_heads, dim = heads.shape
     kv_heads, cached = k_cache.shape[1], cached_dtype(heads.dtype, scales)
     check_scales(scales, kv_heads)

@@ -13,9 +13,9 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from asyncengine.errors import ConfigError
+from asyncengine.kernels.cuda.attention.call import KernelCall
 from asyncengine.kernels.cuda.attention.plan import AttentionShape, Launch, LayerKind
 from asyncengine.kernels.cuda.attention.scores import base2_scale, score_constants, transform_scores
 from asyncengine.kernels.cuda.attention.work.items import (
@@ -33,13 +33,11 @@ from asyncengine.kernels.cuda.attention.work.items import (
     SLOT,
     TEAM,
 )
-from asyncengine.kernels.cuda.attention.work.lists import NO_WINDOW, Section, Work, WorkList
+from asyncengine.kernels.cuda.attention.work.lists import NO_WINDOW, Section, WorkList
 from asyncengine.kernels.cuda.launch import programmatic as pdl_kernels
 from asyncengine.kernels.cuda.launch.compiling import kernel
 from asyncengine.kernels.cuda.rows.float8_cache import check_scales, for_products, key_scale, value_scale
-from asyncengine.kernels.cuda.step.tensors import DeviceStep
 from asyncengine.kernels.float8 import FLOAT8
-from asyncengine.kernels.ops import AttentionLayer
 
 COMBINE_ELEMENTS = (16, 64)
 """Partial results that a thread of a combining program loads at once, in decode and in prefill. All 128 rows of a piece
@@ -47,44 +45,31 @@ of prefill are in flight together; decode has no registers for more, whose progr
 MAX_COMBINE_PIECES = 32
 
 
-def run(
-    launch: Launch,
-    heads: Tensor,
-    layer: AttentionLayer,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    step: DeviceStep,
-    work: Work,
-    out: Tensor,
-    *,
-    scales: Tensor | None = None,
-    pdl: bool = False,
-    l2_cache_hints: bool = True,
-) -> None:
+def run(launch: Launch, call: KernelCall) -> None:
     """Attend as ``run`` of run.py says, for the launch's rows, over keys and values that are in the cache.
 
     The kernel reads the queries among the heads. Raises ConfigError if a tensor's shape, dtype or layout is not what
     ``work`` was allocated for.
     """
-    q = heads[:, : layer.num_heads]
-    section = section_for(launch, q, layer, k_cache, v_cache, work, out)
-    check_scales(scales, k_cache.shape[1])
+    section = section_for(launch, call)
+    check_scales(call.cache.scales, call.cache.k.shape[1])
     if section:
-        _launch(q, k_cache, v_cache, scales, step, section, layer, out, pdl)
+        _launch(call, section)
 
 
-def section_for(
-    launch: Launch, q: Tensor, layer: AttentionLayer, k_cache: Tensor, v_cache: Tensor, work: Work, out: Tensor
-) -> Section | None:
+def section_for(launch: Launch, call: KernelCall) -> Section | None:
     """Return the section of the work list that the kernel walks. Raises ConfigError if ``work`` was allocated for
     another kernel or other tensors."""
+    work = call.work
     if not isinstance(work, WorkList):
         raise ConfigError("a work list is needed")
-    check_layout(q, k_cache, v_cache, work.shape, out)
-    return work.section(launch, LayerKind(work.shape, layer.window))
+    check_layout(call, work.shape)
+    return work.section(launch, LayerKind(work.shape, call.layer.window))
 
 
-def check_layout(q: Tensor, k_cache: Tensor, v_cache: Tensor, shape: AttentionShape, out: Tensor) -> None:
+def check_layout(call: KernelCall, shape: AttentionShape) -> None:
+    """Raises ConfigError if a tensor of the call does not suit the shape."""
+    q, k_cache, v_cache, out = call.queries, call.cache.k, call.cache.v, call.out
     cache_shape = (len(k_cache), shape.num_kv_heads, k_cache.shape[2], shape.head_dim)
     expected = (
         (q.shape[1:] == (shape.num_heads, shape.head_dim) and q.stride(2) == 1, "q"),
@@ -100,17 +85,8 @@ def check_layout(q: Tensor, k_cache: Tensor, v_cache: Tensor, shape: AttentionSh
         raise ConfigError(f"paged: {q.dtype}, {k_cache.dtype}, {v_cache.dtype} and {out.dtype} for {shape}")
 
 
-def _launch(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    scales: Tensor | None,
-    step: DeviceStep,
-    section: Section,
-    layer: AttentionLayer,
-    out: Tensor,
-    pdl: bool,
-) -> None:
+def _launch(call: KernelCall, section: Section) -> None:
+    q, out, layer, step, (k_cache, v_cache, scales, _) = call.queries, call.out, call.layer, call.step, call.cache
     _, kv_heads, block_size, head_dim = k_cache.shape
     tile, group = section.tile, q.shape[1] // kv_heads
     width = max(16, triton.next_power_of_2(head_dim))  # what a dot takes at least
@@ -148,7 +124,7 @@ def _launch(
         WIDEN=pdl_kernels.must_widen(q.dtype),
         num_warps=tile.warps,
         num_stages=tile.stages,
-        **pdl_kernels.launch_options(pdl),
+        **pdl_kernels.launch_options(call.pdl),
     )
 
 

@@ -16,15 +16,15 @@ import math
 
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from asyncengine.errors import ConfigError
+from asyncengine.kernels.cuda.attention.call import KernelCall
 from asyncengine.kernels.cuda.attention.few_keys import check_heads, surroundings
 from asyncengine.kernels.cuda.attention.paged import combine_options, finish, fold, load_blocks
 from asyncengine.kernels.cuda.attention.plan import AttentionShape, Launch, LayerKind, Tile
 from asyncengine.kernels.cuda.attention.scores import base2_scale, score_constants, transform_scores
 from asyncengine.kernels.cuda.attention.work.items import BEGIN, END, FIRST, ITEM, LAST, POSITION, QUERY, SLOT, TEAM
-from asyncengine.kernels.cuda.attention.work.lists import NO_WINDOW, Section, Work, WorkList
+from asyncengine.kernels.cuda.attention.work.lists import NO_WINDOW, Section, WorkList
 from asyncengine.kernels.cuda.launch import programmatic as pdl_kernels
 from asyncengine.kernels.cuda.launch.compiling import kernel
 from asyncengine.kernels.cuda.rows.float8_cache import (
@@ -35,37 +35,22 @@ from asyncengine.kernels.cuda.rows.float8_cache import (
     value_inverse,
     value_scale,
 )
-from asyncengine.kernels.cuda.step.tensors import DeviceStep
-from asyncengine.kernels.ops import AttentionLayer
 
 
-def run(
-    launch: Launch,
-    heads: Tensor,
-    layer: AttentionLayer,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    step: DeviceStep,
-    work: Work,
-    out: Tensor,
-    *,
-    scales: Tensor | None = None,
-    pdl: bool = False,
-    l2_cache_hints: bool = True,
-) -> None:
+def run(launch: Launch, call: KernelCall) -> None:
     """Attend as ``run`` of run.py says, for rows of one token, whose heads this kernel prepares as few_keys does.
 
     Raises ConfigError if ``work`` was allocated for something else, ValueError if the other tensors do not fit.
     """
-    norms, cos_sin = layer.norms, layer.cos_sin
-    section = section_of_heads(launch, heads, layer, k_cache, v_cache, work, out, scales)
+    section = section_of_heads(launch, call)
+    heads, out, layer, step, (k_cache, v_cache, scales, _) = call.heads, call.out, call.layer, call.step, call.cache
     _, kv_heads, block_size, head_dim = k_cache.shape
     group = layer.num_heads // kv_heads
     tile = section.tile
     width = max(16, triton.next_power_of_2(head_dim))  # what a dot takes at least
     _paged_decode_kernel[(section.teams * kv_heads,)](
         heads,
-        *surroundings(heads, norms, cos_sin),
+        *surroundings(call),
         step.slot_mapping,
         k_cache,
         v_cache,
@@ -79,8 +64,8 @@ def run(
         out.stride(0),
         step.slots.block_tables.stride(0),
         section.stats.stride(0),
-        NORM=norms is not None,
-        ROTARY=cos_sin is not None,
+        NORM=layer.norms is not None,
+        ROTARY=layer.cos_sin is not None,
         GROUP=group,
         G=triton.next_power_of_2(group),
         KV_HEADS=kv_heads,
@@ -101,19 +86,17 @@ def run(
         num_warps=tile.warps,
         maxnreg=_registers(tile),
         num_stages=tile.stages,
-        **pdl_kernels.launch_options(pdl),
+        **pdl_kernels.launch_options(call.pdl),
     )
 
 
-def section_of_heads(
-    launch: Launch, heads: Tensor, layer: AttentionLayer, k_cache: Tensor, v_cache: Tensor, work: Work, out: Tensor,
-    scales: Tensor | None = None,
-) -> Section:  # fmt: skip
+def section_of_heads(launch: Launch, call: KernelCall) -> Section:
     """Return the section of the work list that a kernel that prepares heads walks. Raises as ``run`` does."""
-    check_heads(heads, layer.num_heads, layer.norms, layer.cos_sin, k_cache, v_cache, out, scales)
-    float8 = scales is not None
-    shape = AttentionShape(layer.num_heads, k_cache.shape[1], k_cache.shape[3], heads.dtype, float8)
-    section = work.section(launch, LayerKind(shape, layer.window)) if isinstance(work, WorkList) else None
+    check_heads(call)
+    layer, keys, float8 = call.layer, call.cache.k, call.cache.scales is not None
+    shape = AttentionShape(layer.num_heads, keys.shape[1], keys.shape[3], call.heads.dtype, float8)
+    work, kind = call.work, LayerKind(shape, layer.window)
+    section = work.section(launch, kind) if isinstance(work, WorkList) else None
     if section is None:
         raise ConfigError("a work list with rows of one token is needed")
     return section

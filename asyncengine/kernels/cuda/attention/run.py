@@ -1,41 +1,34 @@
 """Runs attention as a plan says: the heads are prepared, if the plan says so, then its kernels are launched in order.
 
-Each kernel's file has a function with the signature of ``KernelRun``. All compute causal attention of a step's rows:
-the token at position i sees position j if j <= i and, with a window > 0, i - window < j. ``heads`` is
-[T, num_heads + 2 Hk, D], queries, keys and values side by side; ``out`` [T, num_heads * D] is contiguous within a
-token. Caches are [num_blocks, Hk, block_size, D], contiguous; with
-``scales``, ``LayerKVCache.scales``, in float8. Tokens of no row, and of rows that the launch is not for,
-are left as they are. ``work`` was built from ``step``. ``pdl``: see launch/programmatic.py.
+Each kernel's file has a function ``run``, which takes a launch of the plan and a ``KernelCall``. All compute causal
+attention of a step's rows: the token at position i sees position j if j <= i and, with a window > 0, i - window < j.
+Caches are [num_blocks, Hk, block_size, D], contiguous; with ``LayerKVCache.scales`` in float8.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
+from typing import Unpack
 
 import torch
 from torch import Tensor
 
 from asyncengine.kernels.cuda.attention import few_keys, paged, paged_decode
+from asyncengine.kernels.cuda.attention.call import KernelCall
 from asyncengine.kernels.cuda.attention.choose import Limits, describe, describe_all
 from asyncengine.kernels.cuda.attention.plan import AttentionPlan, Kernel, Launch, LayerKind
 from asyncengine.kernels.cuda.attention.work.lists import StepWork, Work
 from asyncengine.kernels.cuda.gpu import Gpu
+from asyncengine.kernels.cuda.launch.programmatic import TmaOptions
 from asyncengine.kernels.cuda.rows.rotary import rotary_store_kv, store_kv
 from asyncengine.kernels.cuda.rows.tensors import empty_rows
 from asyncengine.kernels.cuda.step.bucket import Bucket
 from asyncengine.kernels.cuda.step.tensors import DeviceStep
-from asyncengine.kernels.ops import AttentionLayer, split_heads
+from asyncengine.kernels.ops import AttentionLayer, LayerKVCache, split_heads
 
-
-class KernelRun(Protocol):
-    def __call__(
-        self, launch: Launch, heads: Tensor, layer: AttentionLayer, k_cache: Tensor, v_cache: Tensor, step: DeviceStep,
-        work: Work, out: Tensor, *, scales: Tensor | None = None, pdl: bool = False, l2_cache_hints: bool = True,
-    ) -> None: ...  # fmt: skip
-
+KernelRun = Callable[[Launch, KernelCall], None]
 
 _KERNELS: dict[Kernel, KernelRun] = {
     "few_keys": few_keys.run, "paged": paged.run, "paged_decode": paged_decode.run
@@ -56,49 +49,36 @@ class PlannedAttention:
     work: Work
 
     def __call__(
-        self, heads: Tensor, layer: AttentionLayer, k_cache: Tensor, v_cache: Tensor, step: DeviceStep, *,
-        scales: Tensor | None = None, pdl: bool = False, l2_cache_hints: bool = True,
-    ) -> Tensor:  # fmt: skip
+        self, heads: Tensor, layer: AttentionLayer, cache: LayerKVCache, step: DeviceStep, **how: Unpack[TmaOptions]
+    ) -> Tensor:
         """Attention of a step: [T, num_heads * D]. It may rotate the queries in heads [T, (num_heads + 2 Hk) * D]."""
-        heads = heads.view(len(heads), -1, v_cache.shape[3])
+        heads = heads.view(len(heads), -1, cache.v.shape[3])
         out = empty_rows(len(heads), layer.num_heads * heads.shape[2], heads.dtype, heads.device)
+        call = KernelCall(heads, layer, cache, step, self.work, out, **how)
         if self.plan.prepares:
-            prepare(heads, layer, k_cache, v_cache, step, scales=scales, pdl=pdl)
-        launch_all(
-            self.plan.launches, heads, layer, k_cache, v_cache, step, self.work, out, scales=scales, pdl=pdl,
-            l2_cache_hints=l2_cache_hints,
-        )  # fmt: skip
+            prepare(call)
+        launch_all(self.plan.launches, call)
         return out
 
 
-def prepare(
-    heads: Tensor, layer: AttentionLayer, k_cache: Tensor, v_cache: Tensor, step: DeviceStep, *,
-    scales: Tensor | None = None, pdl: bool = False,
-) -> None:  # fmt: skip
+def prepare(call: KernelCall) -> None:
     """Norm and rotate queries and keys, the queries in place, and store keys and values in the cache."""
+    heads, layer, step, (k_cache, v_cache, scales, _) = call.heads, call.layer, call.step, call.cache
     if layer.cos_sin is None:
         _, k, v = split_heads(heads, layer.num_heads)
-        store_kv(k, v, step.slot_mapping, k_cache, v_cache, scales=scales, pdl=pdl)
+        store_kv(k, v, step.slot_mapping, k_cache, v_cache, scales=scales, pdl=call.pdl)
         return
     q_norm, k_norm, eps = layer.norms or (None, None, 0.0)
     rotary_store_kv(
         heads, layer.num_heads, q_norm, k_norm, eps, layer.cos_sin, step.positions, step.slot_mapping, k_cache,
-        v_cache, scales=scales, pdl=pdl,
+        v_cache, scales=scales, pdl=call.pdl,
     )  # fmt: skip
 
 
-def launch_all(
-    launches: Sequence[Launch], heads: Tensor, layer: AttentionLayer, k_cache: Tensor, v_cache: Tensor,
-    step: DeviceStep, work: Work, out: Tensor, *, scales: Tensor | None = None, pdl: bool = False,
-    l2_cache_hints: bool = True,
-) -> None:  # fmt: skip
+def launch_all(launches: Sequence[Launch], call: KernelCall) -> None:
     """The kernels of a plan, one after the other."""
     for launch in launches:
-        attend = _KERNELS[launch.kernel]
-        attend(
-            launch, heads, layer, k_cache, v_cache, step, work, out, scales=scales, pdl=pdl,
-            l2_cache_hints=l2_cache_hints,
-        )  # fmt: skip
+        _KERNELS[launch.kernel](launch, call)
 
 
 class BucketAttention:

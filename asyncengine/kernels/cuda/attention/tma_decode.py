@@ -18,8 +18,9 @@ would take half as long again if it began with them. Beside prompts another kern
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
-from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
@@ -27,6 +28,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from asyncengine.errors import ConfigError
+from asyncengine.kernels.cuda.attention.call import KernelCall
 from asyncengine.kernels.cuda.attention.few_keys import surroundings
 from asyncengine.kernels.cuda.attention.paged import section_for
 from asyncengine.kernels.cuda.attention.paged_decode import norm_and_rotate, section_of_heads
@@ -47,12 +49,10 @@ from asyncengine.kernels.cuda.attention.work.items import (
     SLOT,
     TEAM,
 )
-from asyncengine.kernels.cuda.attention.work.lists import NO_WINDOW, Section, Work
+from asyncengine.kernels.cuda.attention.work.lists import NO_WINDOW, Section
 from asyncengine.kernels.cuda.launch.cache_policy import EVICT_FIRST, NO_POLICY
 from asyncengine.kernels.cuda.launch.gluon import GluonKernel, copy_tile, next_power_of_2, stretches, tiles_of
 from asyncengine.kernels.cuda.launch.programmatic import launch_options
-from asyncengine.kernels.cuda.step.tensors import DeviceStep
-from asyncengine.kernels.ops import AttentionLayer
 
 BLOCK = gl.constexpr(16)  # tokens of a block of the cache
 KEYS = gl.constexpr(64)
@@ -61,20 +61,7 @@ PREPARING = gl.constexpr(2)  # warps that make queries
 _norm_and_rotate = gluon.jit(norm_and_rotate.fn)
 
 
-def run(
-    launch: Launch,
-    heads: Tensor,
-    layer: AttentionLayer,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    step: DeviceStep,
-    work: Work,
-    out: Tensor,
-    *,
-    scales: Tensor | None = None,
-    pdl: bool = False,
-    l2_cache_hints: bool = True,
-) -> None:
+def run(launch: Launch, call: KernelCall) -> None:
     """Attend as ``run`` of run.py says, for rows of one token. ``l2_cache_hints``: see ``cache_policy``; results are
     the same.
 
@@ -86,20 +73,17 @@ def run(
     not fit.
     """
     if not launch.stored:
-        section = section_of_heads(launch, heads, layer, k_cache, v_cache, work, out)
-        _launch(launch, heads, layer, k_cache, v_cache, step, section, out, pdl, l2_cache_hints)
+        _launch(launch, call, section_of_heads(launch, call))
         return
-    q, layer = heads[:, : layer.num_heads], layer._replace(norms=None, cos_sin=None)
+    q = call.queries
     if q.stride(1) != q.shape[2]:
         raise ConfigError(f"heads of a token lie {q.stride(1)} elements apart, not {q.shape[2]}")
-    if section := section_for(launch, q, layer, k_cache, v_cache, work, out):
-        _launch(launch, q, layer, k_cache, v_cache, step, section, out, pdl, l2_cache_hints)
+    if section := section_for(launch, call):
+        _launch(launch, replace(call, heads=q, layer=call.layer._replace(norms=None, cos_sin=None)), section)
 
 
-def _launch(
-    launch: Launch, heads: Tensor, layer: AttentionLayer, k_cache: Tensor, v_cache: Tensor, step: DeviceStep,
-    section: Section, out: Tensor, pdl: bool, l2_cache_hints: bool,
-) -> None:  # fmt: skip
+def _launch(launch: Launch, call: KernelCall, section: Section) -> None:
+    heads, out, layer, step, (k_cache, v_cache, _, _) = call.heads, call.out, call.layer, call.step, call.cache
     _, kv_heads, block_size, dim = k_cache.shape
     tile, group = section.tile, layer.num_heads // kv_heads
     suits = block_size == BLOCK.value and dim in (64, 128) and group <= GROUP_ROWS.value and not layer.softcap
@@ -110,7 +94,7 @@ def _launch(
         k_cache,
         v_cache,
         heads,
-        *surroundings(heads, layer.norms, layer.cos_sin),
+        *surroundings(call),
         step.slot_mapping,
         out,
         step.slots.block_tables,
@@ -128,10 +112,10 @@ def _launch(
         KV_HEADS=kv_heads,
         D=dim,
         STAGES=tile.stages,
-        MARK=EVICT_FIRST if l2_cache_hints else NO_POLICY,
+        MARK=EVICT_FIRST if call.l2_cache_hints else NO_POLICY,
         num_warps=BLOCKS.value,
         maxnreg=128,  # on average: the warps that compute take 200, two programs a multiprocessor have them
-        **launch_options(pdl),
+        **launch_options(call.pdl),
     )
 
 

@@ -16,7 +16,6 @@ room, across items; a warp for each, since copies of 2 KiB keep one warp as busy
 from __future__ import annotations
 
 import torch
-from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -29,6 +28,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from asyncengine.errors import ConfigError
+from asyncengine.kernels.cuda.attention.call import KernelCall
 from asyncengine.kernels.cuda.attention.paged import section_for
 from asyncengine.kernels.cuda.attention.plan import Launch
 from asyncengine.kernels.cuda.attention.scores import base2_scale
@@ -47,11 +47,9 @@ from asyncengine.kernels.cuda.attention.work.items import (
     SLOT,
     TEAM,
 )
-from asyncengine.kernels.cuda.attention.work.lists import Work, WorkList
+from asyncengine.kernels.cuda.attention.work.lists import WorkList
 from asyncengine.kernels.cuda.launch.gluon import GluonKernel, tiles_of
 from asyncengine.kernels.cuda.launch.programmatic import launch_options
-from asyncengine.kernels.cuda.step.tensors import DeviceStep
-from asyncengine.kernels.ops import AttentionLayer
 
 ROWS = gl.constexpr(128)  # of a unit
 HALF = gl.constexpr(64)  # of them, a warp group's
@@ -62,30 +60,18 @@ SPAN = gl.constexpr(64)  # elements of a token that lie side by side in shared m
 QUEUED = gl.constexpr(2)  # items whose queries are in shared memory
 
 
-def run(
-    launch: Launch,
-    heads: Tensor,
-    layer: AttentionLayer,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    step: DeviceStep,
-    work: Work,
-    out: Tensor,
-    *,
-    scales: Tensor | None = None,
-    pdl: bool = False,
-    l2_cache_hints: bool = True,
-) -> None:
+def run(launch: Launch, call: KernelCall) -> None:
     """Attend as ``run`` of run.py says, for rows of several tokens, over keys and values that are in the cache.
 
     If it runs ``beside`` tma_decode, that must be the kernel before (see programmatic.py).
 
     Raises ConfigError if a tensor or ``work`` was made for something else.
     """
-    q, (_, kv_heads, block_size, dim) = heads[:, : layer.num_heads], k_cache.shape
-    section = section_for(launch, q, layer, k_cache, v_cache, work, out)
+    section = section_for(launch, call)
     if section is None:
         return
+    q, out, layer, step, work = call.queries, call.out, call.layer, call.step, call.work
+    _, kv_heads, block_size, dim = call.cache.k.shape
     assert isinstance(work, WorkList)
     group = work.shape.group
     tile_suits = (section.tile.rows, section.tile.keys) == (ROWS.value, KEYS.value) and ROWS.value % group == 0
@@ -95,7 +81,7 @@ def run(
     lines = q.as_strided((len(q), work.shape.num_heads * dim), (q.stride(0), 1))
     _tma_prefill_kernel[(section.teams * kv_heads,)](
         tiles_of(lines, min(ROWS.value // group, HALF.value), SPAN.value),
-        *(tiles_of(cache.view(-1, dim), BLOCK.value, SPAN.value) for cache in (k_cache, v_cache)),
+        *(tiles_of(cache.view(-1, dim), BLOCK.value, SPAN.value) for cache in call.cache[:2]),
         out,
         step.slots.block_tables,
         *section.operands,
@@ -111,7 +97,7 @@ def run(
         BESIDE=launch.beside,
         num_warps=4,
         maxnreg=168,  # on average: the warp groups that compute take 232
-        **launch_options(pdl),
+        **launch_options(call.pdl),
     )
 
 
