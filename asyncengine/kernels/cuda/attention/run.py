@@ -23,7 +23,7 @@ from asyncengine.kernels.cuda.attention.choose import Limits, describe, describe
 from asyncengine.kernels.cuda.attention.plan import AttentionPlan, Kernel, Launch, LayerKind
 from asyncengine.kernels.cuda.attention.work.lists import StepWork, Work
 from asyncengine.kernels.cuda.gpu import Gpu
-from asyncengine.kernels.cuda.rows.rotary import rotary_store_kv, store_kv
+from asyncengine.kernels.cuda.rows.rotary import rotary_store_kv, scale_queries, store_kv
 from asyncengine.kernels.cuda.rows.tensors import empty_rows
 from asyncengine.kernels.cuda.step.bucket import Bucket
 from asyncengine.kernels.cuda.step.tensors import DeviceStep
@@ -61,6 +61,8 @@ class PlannedAttention:
     ) -> Tensor:  # fmt: skip
         """Attention of a step: [T, num_heads * D]. It may rotate the queries in heads [T, (num_heads + 2 Hk) * D]."""
         heads = heads.view(len(heads), -1, v_cache.shape[3])
+        if layer.query_scales is not None:
+            scale_queries(heads, layer.num_heads, layer.query_scales, step.positions, step.slot_mapping, pdl=pdl)
         out = empty_rows(len(heads), layer.num_heads * heads.shape[2], heads.dtype, heads.device)
         if self.plan.prepares:
             prepare(heads, layer, k_cache, v_cache, step, scales=scales, pdl=pdl)
