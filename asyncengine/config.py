@@ -77,7 +77,8 @@ class EngineConfig:
     bfloat16 on a GPU."""
     quantization: Literal["none", "fp8"] = "none"
     """Layers in float8, on a GPU. fp8 gives weights a scale for each output channel, quantises them when they are
-    loaded, and activations row by row. For Llama, Mistral and Qwen, in bfloat16."""
+    loaded, and activations row by row. For families with RMS norms before the blocks and SiLU, as Llama, Mistral, Qwen
+    and Phi, in bfloat16."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Device that runs the model. auto takes a GPU if there is one."""
     seed: int = 0

@@ -50,6 +50,8 @@ class AttentionLayer(NamedTuple):
     """The token at position i sees position j if j <= i and, with a window > 0, i - window < j."""
     softcap: float = 0.0
     """Scores become softcap * tanh(score / softcap); 0: they stay as they are."""
+    query_scales: Tensor | None = None
+    """float32 [max_positions]: factors on the queries by their positions; for layers without norms"""
 
 
 class KVSpec(NamedTuple):

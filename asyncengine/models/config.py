@@ -167,6 +167,13 @@ class LayerNorms(NamedTuple):
 LLAMA_NORMS = LayerNorms()
 
 
+class QueryGrowth(NamedTuple):
+    """Factor on the queries at a position: 1 + rate * log(1 + position // positions)."""
+
+    rate: float
+    positions: int
+
+
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
     """The shape of a model, the same for every family."""
@@ -189,6 +196,7 @@ class ModelConfig:
     """Cache that each layer keeps between steps."""
     layer_ropes: tuple[RopeConfig | None, ...]
     """Rotary positions of each layer; None: its queries and keys are not rotated."""
+    query_growth: QueryGrowth | None = None
     qkv_bias: bool = False
     output_bias: bool = False
     mlp_bias: bool = False

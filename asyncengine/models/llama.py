@@ -144,7 +144,7 @@ def rms_norm(config: ModelConfig, weight: Tensor) -> Norm:
     return Norm(weight, None, config.norm_eps)
 
 
-def attention_block(layer: LayerWeights, cos_sin: Tensor | None) -> AttentionBlock:
+def attention_block(layer: LayerWeights, cos_sin: Tensor | None, query_scales: Tensor | None = None) -> AttentionBlock:
     config, cache, names = layer.config, layer.config.layer_caches[layer.index], layer.config.layer_norms
     assert isinstance(cache, KVSpec)
     dim, hidden, q_size, kv_size = cache.head_dim, config.hidden_size, config.num_heads * cache.head_dim, cache.width
@@ -164,8 +164,10 @@ def attention_block(layer: LayerWeights, cos_sin: Tensor | None) -> AttentionBlo
         if order is not None:
             q, k = q[order], k[order]
         head_norms = HeadNorms(q, k, config.norm_eps)
-    scale = config.layer_scales[layer.index]
-    attention = AttentionLayer(config.num_heads, head_norms, cos_sin, scale, cache.window, config.score_softcap)
+    attention = AttentionLayer(
+        config.num_heads, head_norms, cos_sin, config.layer_scales[layer.index], cache.window, config.score_softcap,
+        query_scales,
+    )  # fmt: skip
     output = layer.linear("self_attn", {"o": hidden}, q_size, "columns", bias=config.output_bias)
     before, behind = layer.norm(names.before_attention, hidden), layer.optional_norm(names.behind_attention)
     return AttentionBlock(before, qkv, attention, output, behind)
@@ -179,6 +181,14 @@ def mlp_block(layer: LayerWeights) -> MLPBlock:
     down = layer.linear("mlp", {"down": hidden}, inner, "columns", bias=config.mlp_bias)
     before, behind = layer.norm(names.before_mlp, hidden), layer.optional_norm(names.behind_mlp)
     return MLPBlock(before, up, config.activation, down, behind)
+
+
+def query_scales(config: ModelConfig, max_positions: int) -> Tensor | None:
+    """float32 [max_positions]: factors on the queries; None where none is needed."""
+    if config.query_growth is None or max_positions <= config.query_growth.positions:
+        return None
+    rate, positions = config.query_growth
+    return 1 + rate * torch.log1p((torch.arange(max_positions) // positions).float())
 
 
 def _tell_of_long_factors(config: ModelConfig, max_positions: int) -> None:
@@ -201,12 +211,15 @@ class LlamaForCausalLM(Decoder):
     def __init__(self, config: ModelConfig, weights: WeightSource, ops: ModelOps, max_positions: int) -> None:
         tables = {rope: rotary_table(rope, config.head_dim, max_positions).to(ops.device) for rope in config.ropes}
         _tell_of_long_factors(config, max_positions)
+        scales = query_scales(config, max_positions)
+        if scales is not None:
+            scales = scales.to(ops.device)
         table = weights.table(config.embedding, config.vocab_size, config.hidden_size)
         embedding = ops.make_embedding(table, tied=config.tie_word_embeddings)
         layers = []
         for index, rope in enumerate(config.layer_ropes):
             layer = LayerWeights(config, index, weights, ops)
-            layers.append(DecoderLayer(attention_block(layer, tables.get(rope)), self.feed_forward(layer)))
+            layers.append(DecoderLayer(attention_block(layer, tables.get(rope), scales), self.feed_forward(layer)))
         norm = rms_norm(config, weights.tensor("model.norm.weight", config.hidden_size))
         head = embedding
         if not config.tie_word_embeddings:

@@ -11,7 +11,19 @@ from torch import Tensor
 
 from asyncengine.errors import ModelError, UnsupportedModelError
 from asyncengine.kernels.ops import Batch, BatchT, LayerCache, ModelOps
-from asyncengine.models import gemma2, gemma3, gpt2, llama, mistral, phi3, qwen2, qwen3
+from asyncengine.models import (
+    gemma2,
+    gemma3,
+    gpt2,
+    llama,
+    ministral3,
+    mistral,
+    phi3,
+    qwen2,
+    qwen3,
+    seed_oss,
+    smollm3,
+)
 from asyncengine.models.config import ModelConfig, RawConfig
 from asyncengine.models.files import excerpt
 from asyncengine.models.weights.formats import TensorSource
@@ -55,6 +67,9 @@ FAMILIES = {
     "Gemma2ForCausalLM": Family(gemma2.read_config, gemma2.Gemma2ForCausalLM, ("gemma2",), quantizable=False),
     "Gemma3ForCausalLM": Family(gemma3.read_config, gemma3.Gemma3ForCausalLM, ("gemma3_text",), quantizable=False),
     "Phi3ForCausalLM": Family(phi3.read_config, phi3.Phi3ForCausalLM, ("phi3",)),
+    "SmolLM3ForCausalLM": Family(smollm3.read_config, smollm3.SmolLM3ForCausalLM, ("smollm3",)),
+    "SeedOssForCausalLM": Family(seed_oss.read_config, seed_oss.SeedOssForCausalLM, ("seed_oss",)),
+    "Ministral3ForCausalLM": Family(ministral3.read_config, ministral3.Ministral3ForCausalLM, ("ministral3",)),
 }
 
 
@@ -85,20 +100,24 @@ def _with_labels(raw: RawConfig, config: ModelConfig) -> ModelConfig:
     return replace(config, labels=labels, exclusive_labels=exclusive, tie_word_embeddings=False, logit_softcap=0.0)
 
 
-def _text_part(family: Family, model_type: str) -> Family:
-    """The family of the language model within models for images."""
+def _text_part(model_type: str, *architectures: str) -> Family:
+    """Models for images whose language model is one of these families; the first, if the config does not say."""
+    kinds = {kind: FAMILIES[name] for name in architectures for kind in FAMILIES[name].model_types}
+    first = FAMILIES[architectures[0]]
 
     def read_config(raw: RawConfig) -> ModelConfig:
         text = raw.text_part()
         _require_one_value(text)
-        if text.get("model_type", str, family.model_types[0]) not in family.model_types:
-            raise text.unsupported(f"model_type = {excerpt(text.values['model_type'])}")
-        return family.read_config(text)
+        kind = text.get("model_type", str, first.model_types[0])
+        if kind not in kinds:
+            raise text.unsupported(f"model_type = {excerpt(kind)}")
+        return kinds[kind].read_config(text)
 
-    return family._replace(read_config=read_config, model_types=(model_type,))
+    return first._replace(read_config=read_config, model_types=(model_type,))
 
 
-FAMILIES["Gemma3ForConditionalGeneration"] = _text_part(FAMILIES["Gemma3ForCausalLM"], "gemma3")
+FAMILIES["Gemma3ForConditionalGeneration"] = _text_part("gemma3", "Gemma3ForCausalLM")
+FAMILIES["Mistral3ForConditionalGeneration"] = _text_part("mistral3", "MistralForCausalLM", "Ministral3ForCausalLM")
 
 for _name, _causal in (
     ("GPT2", "GPT2LMHeadModel"),
@@ -111,6 +130,10 @@ for _name, _causal in (
     ("Gemma3Text", "Gemma3ForCausalLM"),
     ("Gemma3", "Gemma3ForConditionalGeneration"),
     ("Phi3", "Phi3ForCausalLM"),
+    ("SmolLM3", "SmolLM3ForCausalLM"),
+    ("SeedOss", "SeedOssForCausalLM"),
+    ("Ministral3", "Ministral3ForCausalLM"),
+    ("Mistral3", "Mistral3ForConditionalGeneration"),
 ):
     FAMILIES[f"{_name}ForSequenceClassification"] = _classifier(FAMILIES[_causal])
     # Saved without a head, as embedding models are. The weights say whether there is one (``settle_head``).

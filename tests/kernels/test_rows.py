@@ -18,7 +18,7 @@ from asyncengine.kernels.cuda.launch.gluon import whole_tiles_of
 from asyncengine.kernels.cuda.rows.activation import activate_rows
 from asyncengine.kernels.cuda.rows.lookup import embed
 from asyncengine.kernels.cuda.rows.norms import norm_rows
-from asyncengine.kernels.cuda.rows.rotary import rotary_store_kv, store_kv
+from asyncengine.kernels.cuda.rows.rotary import rotary_store_kv, scale_queries, store_kv
 from asyncengine.kernels.cuda.rows.tensors import empty_rows
 from asyncengine.kernels.ops import Norm
 from tests.kernels.poison import poison_new_memory
@@ -336,6 +336,18 @@ def test_store_kv(
 
 
 # ---- misuse ----
+
+
+@pytest.mark.parametrize("dim", [6, 500])
+def test_queries_are_scaled_by_their_positions(device: torch.device, dtype: torch.dtype, dim: int) -> None:
+    """Keys, values and tokens that are not there stay as they are."""
+    heads, scales = random(4, 5, dim, dtype=dtype).to(device), torch.tensor([1.0, 1.7, 0.3], device=device)
+    positions = torch.tensor([2, 0, 1 << 30, 1], dtype=torch.int32, device=device)
+    expected = heads.clone()
+    for token, position in ((0, 2), (1, 0), (3, 1)):
+        expected[token, :3] = (heads[token, :3].float() * scales[position]).to(dtype)
+    scale_queries(heads, 3, scales, positions, torch.tensor([4, 5, -1, 6], device=device))
+    assert torch.equal(heads, expected)
 
 
 def test_wrong_arguments_raise(device: torch.device) -> None:

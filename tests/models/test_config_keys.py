@@ -34,6 +34,9 @@ SOURCES = {
     "gemma2": ["gemma2"],
     "gemma3": ["gemma3"],
     "phi3-longrope": ["phi3"],
+    "smollm3": ["smollm3"],
+    "seed-oss": ["seed_oss"],
+    "ministral3": ["ministral3"],
 }
 SHARED = ["masking_utils.py", "cache_utils.py", "modeling_rope_utils.py"]
 HARMLESS = {
@@ -41,6 +44,7 @@ HARMLESS = {
     "embd_pdrop": "dropout",
     "resid_pdrop": "dropout",
     "attention_dropout": "dropout",
+    "residual_dropout": "dropout",
     "hidden_dropout": "dropout of a head for tokens",
     "classifier_dropout": "dropout of a head for tokens",
     "reorder_and_upcast_attn": "the order of products, and their precision in training",
@@ -203,6 +207,11 @@ HONOURED: dict[str, tuple[str, dict[str, Any]]] = {
                           "short_factor": [1.0, 1.3], "long_factor": [2.0, 5.0]}},
     ),
     "Phi-3 with a window": ("phi3", {"sliding_window": 4}),
+    "SmolLM3 with layer_types": ("smollm3", {"layer_types": ["sliding_attention"] * 4, "sliding_window": 6}),
+    "SmolLM3 with an interval": ("smollm3", {"no_rope_layers": None, "no_rope_layer_interval": 2}),
+    "SmolLM3 with more layers said than there are": ("smollm3", {"no_rope_layers": [0, 0, 1, 0, 1, 1]}),
+    "Seed-OSS without biases": ("seed-oss", {"attention_bias": False}),
+    "Ministral 3 with the positions outside": ("ministral3", {"original_max_position_embeddings": 20}),
     "GPT-2 with the other names of its sizes": (
         "gpt2",
         {"n_layer": 7, "num_hidden_layers": 2, "num_attention_heads": 3, "n_positions": 9,
@@ -275,6 +284,10 @@ SLIDING = ["sliding_attention"] * 3
         ("llama", {"rope_parameters": ROPE | {"rope_type": "proportional"}}, "proportional"),
         ("qwen2", {"rope_scaling": {"type": "mrope", "mrope_section": [1, 1, 2]}}, "mrope"),
         ("qwen3", {"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+        ("smollm3", {"no_rope_layers": [1, 0]}, r"no_rope_layers = \[1, 0\] for 4 layers"),
+        ("smollm3", {"no_rope_layers": [1, 0, 2, 1]}, r"no_rope_layers = "),
+        ("smollm3", {"no_rope_layers": None, "no_rope_layer_interval": 0}, r"no_rope_layer_interval = 0"),
+        ("ministral3", {"layer_types": TYPES, "sliding_window": 5}, "layer_types in a family with one"),
         ("phi3", {"layer_types": ["full_attention"] * 3, "sliding_window": 5}, "layer_types in a family with one"),
         ("phi3", {"rope_parameters": ROPE | {"rope_type": "linear", "factor": 2.0}}, "rope scaling 'linear' in this"),
         (

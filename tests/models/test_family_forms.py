@@ -22,7 +22,7 @@ from tests.engine.test_embeddings import classes_are_those_of_transformers
 from tests.models import tiny
 from tests.models.test_checkpoints import check_vectors, edit
 
-VARIANTS = ["gemma2", "gemma3", "phi3"]
+VARIANTS = ["gemma2", "gemma3", "phi3", "smollm3", "seed-oss", "ministral3"]
 UNLABELLED: set[str] = set()
 """transformers has no classification model of these."""
 PROMPT = [(11 * i + 5) % tiny.VOCAB_SIZE for i in range(30)]
@@ -64,25 +64,33 @@ def test_tensors_that_are_missing_or_wrong_name_themselves(tmp_path: Path, varia
 
 # ---- The language model of a model for images ----
 
-TEXT = {name: value for name, value in tiny.GEMMA.items() if name != "pad_token_id"}
 VISION = {
     "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 28,
     "patch_size": 14,
 }  # fmt: skip
 
 
-def save_with_images(path: Path) -> Any:
-    """Save a Gemma 3 that sees images, and return it."""
-    config = transformers.Gemma3Config(
-        text_config=TEXT, vision_config=VISION, mm_tokens_per_image=4, image_token_index=198
-    )
+def model_for_images(kind: str) -> Any:
+    """A random model whose language model is of the kind."""
+    text = {name: value for name, value in tiny.VARIANTS[kind][1].items() if name != "pad_token_id"}
+    config: Any
+    if kind == "gemma3":
+        config = transformers.Gemma3Config(
+            text_config=text, vision_config=VISION, mm_tokens_per_image=4, image_token_index=198
+        )
+    else:
+        config = transformers.Mistral3Config(
+            text_config=text | {"model_type": "ministral3" if kind == "ministral3" else "mistral"},
+            vision_config=VISION | {"model_type": "pixtral", "head_dim": 8},
+            image_token_index=198,
+            tie_word_embeddings=False,
+        )
     config.eos_token_id = 7
     torch.manual_seed(3)
-    model = transformers.Gemma3ForConditionalGeneration(config).eval()
+    model = transformers.AutoModelForImageTextToText.from_config(config).eval()
     for name, parameter in model.named_parameters():
         if "norm" in name and parameter.ndim == 1:
             torch.nn.init.normal_(parameter, 1, 0.2)
-    model.save_pretrained(path)
     return model
 
 
@@ -105,8 +113,12 @@ PUBLISHED = {
 
 
 @pytest.mark.parametrize("names", [{}, PUBLISHED], ids=["transformers", "published"])
-def test_text_of_a_model_for_images(tmp_path: Path, names: dict[str, str], caplog: pytest.LogCaptureFixture) -> None:
-    model = save_with_images(tmp_path)
+@pytest.mark.parametrize("kind", ["gemma3", "ministral3", "mistral-window"])
+def test_text_of_a_model_for_images(
+    tmp_path: Path, kind: str, names: dict[str, str], caplog: pytest.LogCaptureFixture
+) -> None:
+    model = model_for_images(kind)
+    model.save_pretrained(tmp_path)
     rename(tmp_path, names)
     with caplog.at_level(logging.WARNING):
         runner = load(tmp_path)
@@ -149,7 +161,7 @@ def test_a_model_for_images_in_short(tmp_path: Path) -> None:
     ],
 )
 def test_keys_of_the_text_are_refused_by_name(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
-    save_with_images(tmp_path)
+    model_for_images("gemma3").save_pretrained(tmp_path)
     text = json.loads((tmp_path / "config.json").read_text())["text_config"]
     edit(tmp_path / "config.json", text_config=text | changes)
     with pytest.raises(UnsupportedModelError, match=f"config.json, text_config: .*{message}"):

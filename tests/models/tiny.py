@@ -136,6 +136,45 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
             },
         },
     ),
+    "smollm3": ("SmolLM3", DECODER | {"num_hidden_layers": 4, "tie_word_embeddings": True, "pad_token_id": None}),
+    "smollm3-window-biased": (
+        "SmolLM3",
+        DECODER
+        | {
+            "hidden_size": 56, "num_attention_heads": 7, "num_key_value_heads": 7, "attention_bias": True,
+            "mlp_bias": True, "no_rope_layers": [0, 1, 0], "use_sliding_window": True, "sliding_window": 8,
+            "tie_word_embeddings": False, "pad_token_id": None,
+        },
+    ),
+    "seed-oss": ("SeedOss", DECODER | {"head_dim": 16, "initializer_range": 0.2, "pad_token_id": None}),
+    "seed-oss-biased": (
+        "SeedOss",
+        DECODER
+        | {
+            "head_dim": 10, "num_key_value_heads": 3, "attention_out_bias": True, "mlp_bias": True,
+            "initializer_range": 0.2, "tie_word_embeddings": True, "pad_token_id": None,
+        },
+    ),
+    "ministral3": (
+        "Ministral3",
+        DECODER
+        | {
+            "head_dim": 16, "pad_token_id": None,
+            "rope_parameters": YARN_ROPE | {"original_max_position_embeddings": 16, "llama_4_scaling_beta": 0.7},
+        },
+    ),
+    "ministral3-window": (
+        "Ministral3",
+        DECODER
+        | {
+            "head_dim": 12, "num_key_value_heads": 3, "sliding_window": 11, "tie_word_embeddings": True,
+            "pad_token_id": None,
+            "rope_parameters": {
+                "rope_type": "default", "rope_theta": 900.0, "original_max_position_embeddings": 8,
+                "llama_4_scaling_beta": 0.4,
+            },
+        },
+    ),
 }  # fmt: skip
 
 

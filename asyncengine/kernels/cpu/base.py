@@ -140,7 +140,7 @@ class BaseOps(Ops[StepBatch, Residual, HandleT]):
 
     def prepare_heads(self, heads: Tensor, head_dim: int, layer: AttentionLayer, batch: StepBatch) -> None:
         """Norm and rotate queries and keys in place, as the layer says."""
-        if layer.norms is None and layer.cos_sin is None:
+        if layer.norms is None and layer.cos_sin is None and layer.query_scales is None:
             return
         q, k, _ = split_heads(heads.view(heads.shape[0], -1, head_dim), layer.num_heads)
         if layer.norms is not None:
@@ -148,6 +148,8 @@ class BaseOps(Ops[StepBatch, Residual, HandleT]):
             self.head_rms_norm_(k, layer.norms.k, layer.norms.eps)
         if layer.cos_sin is not None:
             self.rotary_(q, k, layer.cos_sin, torch.from_numpy(batch.positions))
+        if layer.query_scales is not None:
+            q.mul_(layer.query_scales[torch.from_numpy(batch.positions)][:, None, None])
 
     def exchange(
         self, heads: Tensor, x: Tensor, residual: Residual, layer: AttentionLayer, cache: LayerKVCache, batch: StepBatch

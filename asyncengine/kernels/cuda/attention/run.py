@@ -22,7 +22,7 @@ from asyncengine.kernels.cuda.attention.plan import AttentionPlan, Kernel, Launc
 from asyncengine.kernels.cuda.attention.work.lists import StepWork, Work
 from asyncengine.kernels.cuda.gpu import Gpu
 from asyncengine.kernels.cuda.launch.programmatic import TmaOptions
-from asyncengine.kernels.cuda.rows.rotary import rotary_store_kv, store_kv
+from asyncengine.kernels.cuda.rows.rotary import rotary_store_kv, scale_queries, store_kv
 from asyncengine.kernels.cuda.rows.tensors import empty_rows
 from asyncengine.kernels.cuda.step.bucket import Bucket
 from asyncengine.kernels.cuda.step.tensors import DeviceStep
@@ -55,6 +55,8 @@ class PlannedAttention:
         heads = heads.view(len(heads), -1, cache.v.shape[3])
         out = empty_rows(len(heads), layer.num_heads * heads.shape[2], heads.dtype, heads.device)
         call = KernelCall(heads, layer, cache, step, self.work, out, **how)
+        if layer.query_scales is not None:
+            scale_queries(heads, layer.num_heads, layer.query_scales, step.positions, step.slot_mapping, pdl=call.pdl)
         if self.plan.prepares:
             prepare(call)
         launch_all(self.plan.launches, call)

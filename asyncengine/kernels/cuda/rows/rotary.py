@@ -11,7 +11,7 @@ from torch import Tensor
 from asyncengine.kernels.cuda.launch.compiling import kernel
 from asyncengine.kernels.cuda.launch.programmatic import launch_options, start_next, wait
 from asyncengine.kernels.cuda.rows.float8_cache import cached_dtype, check_scales, to_float8
-from asyncengine.kernels.cuda.rows.tensors import check, check_caches, check_heads
+from asyncengine.kernels.cuda.rows.tensors import ELEMENTWISE_TILE, check, check_caches, check_heads
 
 _HEAD_TILE = 1024
 """Elements of a half head tile: 16 heads of 128. With 128 threads each access is of 16 bytes in bfloat16."""
@@ -183,6 +183,47 @@ def rotary_store_kv(
         num_warps=4,
         **launch_options(pdl),
     )
+
+
+@kernel
+def _scale_queries_kernel(
+    heads: tl.tensor,
+    scales: tl.tensor,
+    positions: tl.tensor,
+    slot_mapping: tl.tensor,
+    token_stride: tl.tensor,
+    WIDTH: tl.constexpr,
+    TILE: tl.constexpr,
+    PDL: tl.constexpr,
+) -> None:
+    start_next(PDL)
+    token = tl.program_id(0).to(tl.int64)
+    there = tl.load(slot_mapping + token) >= 0
+    scale = tl.load(scales + tl.where(there, tl.load(positions + token), 0))
+    wait(PDL)
+    column = tl.program_id(1) * TILE + tl.arange(0, TILE)
+    inside = (column < WIDTH) & there
+    at = heads + token * token_stride + column
+    value = tl.load(at, mask=inside, other=0.0).to(tl.float32) * scale
+    tl.store(at, value.to(heads.dtype.element_ty), mask=inside)
+
+
+def scale_queries(
+    heads: Tensor, num_q_heads: int, scales: Tensor, positions: Tensor, slot_mapping: Tensor, *, pdl: bool = False
+) -> None:
+    """Multiply the queries of heads [T, Hq + 2 Hk, D], its first heads, by the factors of their positions, in place.
+
+    scales is float32 [max_positions]; positions and slot_mapping are as in ``rotary_store_kv``.
+    """
+    check_heads(heads, "heads")
+    check(scales, torch.float32, (len(scales),), "scales")
+    check(positions, torch.int32, (len(heads),), "positions")
+    check(slot_mapping, torch.int64, (len(heads),), "slot_mapping")
+    width = num_q_heads * heads.shape[2]
+    _scale_queries_kernel[(len(heads), triton.cdiv(width, ELEMENTWISE_TILE))](
+        heads, scales, positions, slot_mapping, heads.stride(0), WIDTH=width, TILE=ELEMENTWISE_TILE, num_warps=4,
+        **launch_options(pdl),
+    )  # fmt: skip
 
 
 @kernel
