@@ -63,31 +63,42 @@ STEP_INPUT_LAYOUT: dict[str, int]
 structure and the offset "TYPE.FIELD" of each field. TYPE: header, row, copy, update."""
 
 class SamplingState:
-    """Sampling settings of a sequence. temperature 0 is argmax; top_k 0 keeps all tokens."""
+    """Sampling settings of a sequence (csrc/core/sampling_state.inl). temperature 0 is argmax; top_k 0 keeps all."""
 
     def __init__(
-        self, *, temperature: float = 0.0, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0, seed: int = 0
+        self, *, temperature: float = 0.0, top_p: float = 1.0, min_p: float = 0.0, top_k: int = 0, seed: int = 0
     ) -> None: ...
     temperature: Final[float]
-    top_k: Final[int]
     top_p: Final[float]
     min_p: Final[float]
+    top_k: Final[int]
     seed: Final[int]
     needs: Final[int]
     """Bits of Need."""
 
 class RequestExtras:
-    """Requirements of a request beyond one token a step; the defaults cost nothing."""
+    """Requirements of a request beyond one token a step (csrc/core/request_extras.inl); the defaults cost nothing.
+
+    entries: (EntryKind, int32 words). A wrong kind or length raises ValueError.
+    """
 
     def __init__(
-        self, *, needs: int = 0, entries: Sequence[tuple[int, Sequence[int]]] = ..., history: bool = False,
+        self, *, needs: int = 0, entries: Sequence[tuple[int, Sequence[int]]] = (), history: bool = False,
         result_words: int = 0, score_from: int = -1, tokens_per_step: int = 1, masks: Sequence[MaskChannel] = (),
-    ) -> None:  # fmt: skip
-        """needs: bits of Need beside those of the SamplingState. entries: (EntryKind, int32 words), for a slot whenever
-        it is filled; with ``history`` also its tokens so far. result_words: room for a sample's records, for which it
-        needs logprobs or vector. score_from: the first prompt token with records. tokens_per_step: appended at most.
-        masks: one for each sequence.
-        """
+    ) -> None: ...  # fmt: skip
+
+class RequestSpec:
+    """A request (csrc/core/request_spec.inl). Sequence i of n samples with seed + i. A wrong count raises ValueError.
+
+    delay_ns: it is served as if it had arrived so much later. reserved: it may use an eighth more than the queue's
+    limits. Tenants share slots and blocks; 0: none.
+    """
+
+    def __init__(
+        self, *, id: int = 0, prompt: Sequence[int] = (), n: int = 1, max_tokens: int = 0, priority: int = 0,
+        salt: int = 0, sampling: SamplingState = ..., stop_tokens: Sequence[int] = (), delay_ns: int = 0,
+        reserved: bool = False, tenant: int = 0, extras: RequestExtras = ...,
+    ) -> None: ...  # fmt: skip
 
 class MaskChannel:
     """Masks of a sequence, one at a time: a bit for each token, 1 if it may come, 32 a word from the lowest."""
@@ -258,17 +269,25 @@ class SchedulerConfig:
         costs: StepCosts = ..., targets: ItlTargets = ..., paced_chunk_size: int = 0, hybrid: HybridConfig = ...,
     ) -> None: ...  # fmt: skip
 
+class CostPoint:
+    def __init__(self, *, tokens: int = 0, base_ns: float = 0.0, context_ns: float = 0.0) -> None: ...
+
+class CostCopy:
+    def __init__(self, *, call_ns: float = 0.0, byte_ns: float = 0.0) -> None: ...
+
+class CostFactors:
+    def __init__(
+        self, *, decode: float = 1.0, rest: float = 1.0, attention: float = 1.0, hybrid: float = 1.0
+    ) -> None: ...
+
 class StepCosts:
-    """Times in nanoseconds; 0 where nothing is known."""
+    """Times in nanoseconds; 0 where nothing is known. csrc/core/step_costs.h and its lists explain them."""
 
     def __init__(
-        self, decode: Sequence[tuple[int, float, float]] = (), prompt: Sequence[tuple[int, float, float]] = (),
-        to_device: tuple[float, float] = ..., to_host: tuple[float, float] = ...,
-        factors: tuple[float, float, float, float] = ...,
+        self, decode: Sequence[CostPoint] = (), prompt: Sequence[CostPoint] = (), to_device: CostCopy = ...,
+        to_host: CostCopy = ..., factors: CostFactors = ...,
     ) -> None:  # fmt: skip
-        """Points of (tokens, with no context, for each token of context), ascending; copies by (call, byte); factors of
-        steps that decode alone, of the others' rest and attention, and of lanes. csrc/core/step_costs.h explains
-        them. Raises ValueError."""
+        """Points ascend by tokens. Raises ValueError."""
     known: Final[bool]
     def decode_ns(self, rows: int, attended: int, /) -> int: ...
     def lanes_ns(self, rows: int, lanes: int, attended: int, exchange_ns: float, /) -> int: ...
@@ -306,10 +325,7 @@ class SchedulerHarness:
     """A scheduler whose caller plays executor and event loop."""
 
     def __init__(self, config: SchedulerConfig, steps_in_flight: int) -> None: ...
-    def add(
-        self, id: int, prompt: Sequence[int], n: int, max_tokens: int, stop_tokens: Sequence[int], order: int,
-        salt: int, extras: RequestExtras = ..., tenant: int = 0, priority: int = 0,
-    ) -> None: ...  # fmt: skip
+    def add(self, spec: RequestSpec, order: int) -> None: ...
     def abort(self, id: int, index: int = -1) -> None: ...
     def schedule(self) -> tuple[list[_Row], list[tuple[int, int]]] | None:
         """Rows and block copies (source, target) of the next step, which is then in flight; None if nothing can run."""
@@ -609,8 +625,7 @@ class StepRecord(NamedTuple):
     """The step's tokens were taken in, and offered to the event loop."""
     rows: int = 0
     """Sequences in it."""
-    tokens: int = 0
-    """Computed in it, of prompts too."""
+    tokens: int = 0  # computed in it, of prompts too
     decode_rows: int = 0
     """Sequences of which it computes one more token, and no prompt."""
     predicted_ns: int = 0
@@ -619,17 +634,14 @@ class StepRecord(NamedTuple):
 class BlockMap(NamedTuple):
     """The KV blocks in order, in cells of ``blocks_per_cell``, at most 1,024 cells.
 
-    A byte of ``held``, ``shared`` and ``cached`` says how many blocks of its cell are so, 0 to 255 for none to all. The
-    rest is free.
+    A byte says how many blocks of its cell one sequence holds (``held``), several hold (``shared``), or the prefix
+    cache alone holds (``cached``): 0 to 255 for none to all. The rest is free.
     """
 
     blocks_per_cell: int = 1
     held: bytes = b""
-    """Share of the blocks that one sequence holds."""
     shared: bytes = b""
-    """Share of the blocks that several sequences hold."""
     cached: bytes = b""
-    """Share of the blocks that the prefix cache alone holds."""
 
 class StepTokens(NamedTuple):
     """A histogram of the tokens that steps computed."""
@@ -671,14 +683,7 @@ class StepLoop:
         """Do one round of the step thread's work, in place of start(). True when anything moved."""
     def stop(self, limit_s: float) -> bool:
         """False: the executor still runs after limit_s, and its memory is leaked rather than freed."""
-    def submit(
-        self, id: int, prompt: Sequence[int], n: int, max_tokens: int, priority: int, salt: int,
-        sampling: SamplingState, stop_tokens: Sequence[int], delay_ns: int = 0, reserved: bool = False,
-        tenant: int = 0, extras: RequestExtras = ...,
-    ) -> SubmitResult:  # fmt: skip
-        """Sequence i of n samples with seed + i. The request is served as if it had arrived delay_ns later.
-
-        A reserved one may use an eighth more than the limits of the queue. Tenants share slots and blocks; 0: none."""
+    def submit(self, spec: RequestSpec) -> SubmitResult: ...
     def abort(self, id: int, index: int = -1) -> None:
         """One sequence of a request, or all; no-op for a request that has ended."""
     def drain(self) -> tuple[list[SequenceNews], bool]:

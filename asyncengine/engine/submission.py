@@ -7,7 +7,7 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from asyncengine._core import RequestExtras, SamplingState, SubmitResult
+from asyncengine._core import RequestExtras, RequestSpec, SamplingState, SubmitResult
 from asyncengine.api.request import Prompt, SamplingParams
 from asyncengine.engine.fairness import Place
 from asyncengine.engine.life import Life
@@ -110,7 +110,7 @@ class Submission:
         Raises InvalidRequestError, EngineOverloadedError, EngineClosedError, EngineDeadError.
         """
         place = self._life.requests.fair_share.place(tenant, priority)
-        result = self._life.loaded().step_loop.submit(
+        spec = RequestSpec(
             id=key,
             prompt=prompt_ids,
             n=n,
@@ -124,7 +124,7 @@ class Submission:
             tenant=place.tenant,
             extras=extras,
         )
-        self._check_result(result, asked)
+        self._check_result(self._life.loaded().step_loop.submit(spec), asked)
         return place
 
     def _check_features(self, params: SamplingParams) -> None:

@@ -41,14 +41,6 @@ inline void require(bool condition, const char* message) {
   if (!condition) throw std::invalid_argument(message);
 }
 
-inline RequestSpec make_spec(uint64_t id, std::vector<int32_t> prompt, int32_t n, int32_t max_tokens, int32_t priority,
-                             uint64_t salt, const SamplingState& sampling, std::vector<int32_t> stop_tokens,
-                             RequestExtras extras = {}, int64_t delay_ns = 0, bool reserved = false, uint64_t tenant = 0) {
-  require(n >= 1 && max_tokens >= 1, "n and max_tokens must be at least 1");
-  return {id,       std::move(prompt),      n,        max_tokens, priority, salt,
-          sampling, std::move(stop_tokens), delay_ns, reserved,   tenant,   std::move(extras)};
-}
-
 // A member of FinishReason, borrowed.
 py::handle to_python(FinishReason reason);
 // A member of RecordKind, borrowed.

@@ -42,28 +42,22 @@ void check_config(const SchedulerConfig& c) {
   require(c.paced_chunk_size >= 0, "chunks must not be negative");
 }
 
-using CostPoint = std::tuple<int32_t, double, double>;
-
-std::vector<StepCosts::Point> to_points(const std::vector<CostPoint>& tuples) {
-  std::vector<StepCosts::Point> points;
-  for (const auto& [tokens, base_ns, context_ns] : tuples) {
-    require(tokens > (points.empty() ? 0 : points.back().tokens), "tokens of points must ascend");
-    require(base_ns >= 0 && context_ns >= 0, "times must not be negative");
-    points.push_back({tokens, base_ns, context_ns});
-  }
-  return points;
+void check_point(const StepCosts::Point& point) {
+  require(point.tokens >= 1 && point.base_ns >= 0 && point.context_ns >= 0, "a point has tokens, and times are not negative");
 }
 
-StepCosts make_step_costs(const std::vector<CostPoint>& decode, const std::vector<CostPoint>& prompt,
-                          std::pair<double, double> to_device, std::pair<double, double> to_host,
-                          std::tuple<double, double, double, double> factors) {
-  const auto [of_decode, of_rest, of_attention, of_lanes] = factors;
-  require(of_decode > 0 && of_rest > 0 && of_attention > 0 && of_lanes > 0, "factors must be positive");
-  return {to_points(decode),
-          to_points(prompt),
-          {to_device.first, to_device.second},
-          {to_host.first, to_host.second},
-          {of_decode, of_rest, of_attention, of_lanes}};
+void check_factors(const StepCosts::Factors& f) {
+  require(f.decode > 0 && f.rest > 0 && f.attention > 0 && f.hybrid > 0, "factors must be positive");
+}
+
+using CostPoints = std::vector<StepCosts::Point>;
+
+StepCosts make_step_costs(CostPoints decode, CostPoints prompt, StepCosts::Copy to_device, StepCosts::Copy to_host,
+                          const StepCosts::Factors& factors) {
+  for (const CostPoints& points : {decode, prompt}) {
+    require(std::ranges::is_sorted(points, std::ranges::less_equal(), &StepCosts::Point::tokens), "tokens of points must ascend");
+  }
+  return {std::move(decode), std::move(prompt), to_device, to_host, factors};
 }
 
 // Python has chains as integers: a root's is 2**64 and its salt.
@@ -80,10 +74,13 @@ Chain to_chain(const py::int_& value) {
 }  // namespace
 
 void bind_core(py::module_& m) {
+  bind_record<StepCosts::Point>(m, "CostPoint", check_point);
+  bind_record<StepCosts::Copy>(m, "CostCopy", [](const StepCosts::Copy&) {});
+  bind_record<StepCosts::Factors>(m, "CostFactors", check_factors);
   py::class_<StepCosts>(m, "StepCosts")
-      .def(py::init(&make_step_costs), py::arg("decode") = std::vector<CostPoint>(), py::arg("prompt") = std::vector<CostPoint>(),
-           py::arg("to_device") = std::pair(0.0, 0.0), py::arg("to_host") = std::pair(0.0, 0.0),
-           py::arg("factors") = std::tuple(1.0, 1.0, 1.0, 1.0))
+      .def(py::init(&make_step_costs), py::arg("decode") = CostPoints(), py::arg("prompt") = CostPoints(),
+           py::arg("to_device") = StepCosts::Copy(), py::arg("to_host") = StepCosts::Copy(),
+           py::arg("factors") = StepCosts::Factors())
       .def_property_readonly("known", &StepCosts::known)
       .def("decode_ns", &StepCosts::decode_ns)
       .def("lanes_ns", &StepCosts::hybrid_ns)
@@ -149,17 +146,7 @@ void bind_core(py::module_& m) {
 
   py::class_<SchedulerHarness>(m, "SchedulerHarness")
       .def(py::init<const SchedulerConfig&, int>(), py::arg("config"), py::arg("steps_in_flight"))
-      .def(
-          "add",
-          [](SchedulerHarness& self, uint64_t id, std::vector<int32_t> prompt, int32_t n, int32_t max_tokens,
-             std::vector<int32_t> stop_tokens, int64_t order, uint64_t salt, RequestExtras extras, uint64_t tenant,
-             int32_t priority) {
-            self.add(make_spec(id, std::move(prompt), n, max_tokens, priority, salt, {}, std::move(stop_tokens), std::move(extras),
-                               0, false, tenant),
-                     order);
-          },
-          py::arg("id"), py::arg("prompt"), py::arg("n"), py::arg("max_tokens"), py::arg("stop_tokens"), py::arg("order"),
-          py::arg("salt"), py::arg("extras") = RequestExtras(), py::arg("tenant") = 0, py::arg("priority") = 0)
+      .def("add", &SchedulerHarness::add, py::arg("spec"), py::arg("order"))
       .def("abort", &SchedulerHarness::abort, py::arg("id"), py::arg("index") = -1)
       .def("schedule", &SchedulerHarness::schedule)
       .def("commit", &SchedulerHarness::commit)

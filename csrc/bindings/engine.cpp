@@ -301,17 +301,7 @@ void bind_engine(py::module_& m) {
           "stop",
           [](StepLoop& self, double limit_s) { return self.stop(std::chrono::nanoseconds(static_cast<int64_t>(limit_s * 1e9))); },
           py::arg("limit_s"), NoGil())
-      .def(
-          "submit",
-          [](StepLoop& self, uint64_t id, std::vector<int32_t> prompt, int32_t n, int32_t max_tokens, int32_t priority,
-             uint64_t salt, const SamplingState& sampling, std::vector<int32_t> stop_tokens, int64_t delay_ns, bool reserved,
-             uint64_t tenant, RequestExtras extras) {
-            return self.submit(make_spec(id, std::move(prompt), n, max_tokens, priority, salt, sampling, std::move(stop_tokens),
-                                         std::move(extras), delay_ns, reserved, tenant));
-          },
-          py::arg("id"), py::arg("prompt"), py::arg("n"), py::arg("max_tokens"), py::arg("priority"), py::arg("salt"),
-          py::arg("sampling"), py::arg("stop_tokens"), py::arg("delay_ns") = 0, py::arg("reserved") = false, py::arg("tenant") = 0,
-          py::arg("extras") = RequestExtras())
+      .def("submit", &StepLoop::submit, py::arg("spec"))
       .def("abort", &StepLoop::abort, py::arg("id"), py::arg("index") = -1)
       .def("drain", &drain)
       .def("take_step_error", &StepLoop::take_step_error)

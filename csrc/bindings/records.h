@@ -7,6 +7,7 @@
 
 #include "bindings/bindings.h"
 #include "core/record.h"
+#include "core/step_input.h"
 
 namespace asyncengine {
 
@@ -28,6 +29,22 @@ struct Crossing<Seconds> {
   using Type = double;
   static Seconds in(double value) { return Seconds(value); }
   static double out(Seconds value) { return value.count(); }
+};
+
+// Entries come as pairs of an EntryKind and its words.
+template <>
+struct Crossing<EntryWords> {
+  using Type = std::vector<std::pair<uint32_t, std::vector<int32_t>>>;
+  static EntryWords in(const Type& entries) {
+    EntryWords packed;
+    for (const auto& [kind, words] : entries) {
+      require(kind > 0 && kind < 256 && words.size() <= kMaxEntryWords, "an entry's kind or length is out of range");
+      packed.push_back(entry_header(kind, words.size()));
+      packed.insert(packed.end(), words.begin(), words.end());
+    }
+    return packed;
+  }
+  static Type out(const EntryWords&) { return {}; }  // that of the default
 };
 
 // A class whose constructor takes the fields as keywords, with the defaults of C++. `check` throws for values that it refuses.

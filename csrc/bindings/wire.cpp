@@ -3,7 +3,7 @@
 #include <cstddef>
 #include <utility>
 
-#include "bindings/bindings.h"
+#include "bindings/records.h"
 #include "core/step_input.h"
 
 namespace asyncengine {
@@ -114,18 +114,7 @@ py::dict step_input_layout() {
   return d;
 }
 
-using Entries = std::vector<std::pair<uint32_t, std::vector<int32_t>>>;
-
-RequestExtras make_extras(Needs needs, const Entries& entries, bool history, int32_t result_words, int32_t score_from,
-                          int32_t tokens_per_step, std::vector<std::shared_ptr<MaskChannel>> masks) {
-  RequestExtras extras{needs, {}, history, result_words, score_from, tokens_per_step, std::move(masks)};
-  for (const auto& [kind, words] : entries) {
-    require(kind > 0 && kind < 256 && words.size() <= kMaxEntryWords, "an entry's kind or length is out of range");
-    extras.entries.push_back(entry_header(kind, words.size()));
-    extras.entries.insert(extras.entries.end(), words.begin(), words.end());
-  }
-  return extras;
-}
+void check_request(const RequestSpec& spec) { require(spec.n >= 1 && spec.max_tokens >= 1, "n and max_tokens must be at least 1"); }
 
 }  // namespace
 
@@ -164,23 +153,9 @@ void bind_wire(py::module_& m) {
   for (const auto& [name, value] : kFinishReasons) finish_members[value] = py::object(finish.attr(name)).release().ptr();
   m.attr("STEP_INPUT_LAYOUT") = step_input_layout();
 
-  py::class_<SamplingState>(m, "SamplingState")
-      .def(py::init([](float temperature, int32_t top_k, float top_p, float min_p, uint64_t seed) {
-             return SamplingState{temperature, top_p, min_p, top_k, seed};
-           }),
-           py::kw_only(), py::arg("temperature") = 0.f, py::arg("top_k") = 0, py::arg("top_p") = 1.f, py::arg("min_p") = 0.f,
-           py::arg("seed") = 0)
-      .def_readonly("temperature", &SamplingState::temperature)
-      .def_readonly("top_k", &SamplingState::top_k)
-      .def_readonly("top_p", &SamplingState::top_p)
-      .def_readonly("min_p", &SamplingState::min_p)
-      .def_readonly("seed", &SamplingState::seed)
-      .def_property_readonly("needs", &SamplingState::needs);
-
-  py::class_<RequestExtras>(m, "RequestExtras")
-      .def(py::init(&make_extras), py::kw_only(), py::arg("needs") = 0, py::arg("entries") = Entries(), py::arg("history") = false,
-           py::arg("result_words") = 0, py::arg("score_from") = -1, py::arg("tokens_per_step") = 1,
-           py::arg("masks") = std::vector<std::shared_ptr<MaskChannel>>());
+  auto sampling = bind_record<SamplingState>(m, "SamplingState", [](const SamplingState&) {});
+  make_readable(sampling);
+  sampling.def_property_readonly("needs", &SamplingState::needs);
 
   py::class_<MaskChannel, std::shared_ptr<MaskChannel>>(m, "MaskChannel")
       .def(py::init([](int32_t mask_words) {
@@ -198,6 +173,9 @@ void bind_wire(py::module_& m) {
           },
           py::arg("position"), py::arg("allows_all") = false, py::arg("forced") = std::vector<int32_t>())
       .def("post", &MaskChannel::post, NoGil());
+
+  bind_record<RequestExtras>(m, "RequestExtras", [](const RequestExtras&) {});
+  bind_record<RequestSpec>(m, "RequestSpec", check_request);
 }
 
 }  // namespace asyncengine

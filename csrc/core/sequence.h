@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "core/mask_board.h"
+#include "core/record.h"
 #include "core/step_batch.h"
 #include "core/tokens.h"
 
@@ -36,15 +37,16 @@ enum class SequenceState : uint8_t {
   kHosted,      // holds a slot and blocks of the host, and decodes there; or is on its way
 };
 
-// Needs of a request beyond one token a step. The defaults cost nothing.
+// Entries, one behind the other (entry_header in step_input.h).
+struct EntryWords : std::vector<int32_t> {
+  using vector::vector;
+};
+using MaskChannels = std::vector<std::shared_ptr<MaskChannel>>;
+
 struct RequestExtras {
-  Needs needs = 0;                // beyond those of its SamplingState
-  std::vector<int32_t> entries;   // EntryKind, for its slot whenever that is filled (step_input.h)
-  bool history = false;           // the slot also gets its tokens so far, as an entry
-  int32_t result_words = 0;       // of records, for each sample
-  int32_t score_from = -1;        // prompt tokens from this one on are sampled too, for records; -1: none
-  int32_t tokens_per_step = 1;    // that a decode step may append
-  std::vector<std::shared_ptr<MaskChannel>> masks = {};  // one for each sequence, or none
+#define RECORD RequestExtras
+#define FIELDS "core/request_extras.inl"
+#include "core/record.inl"
 
   bool any() const { return result_words > 0 || score_from >= 0 || tokens_per_step > 1 || !masks.empty(); }
   // True if records are written where it has room for some: a missing one fails the engine.
@@ -132,18 +134,9 @@ inline bool runs_before(const Sequence* a, const Sequence* b) {
 
 // A request as it is submitted.
 struct RequestSpec {
-  uint64_t id = 0;
-  std::vector<int32_t> prompt;
-  int32_t n = 1;
-  int32_t max_tokens = 0;
-  int32_t priority = 0;  // smaller runs sooner
-  uint64_t salt = 0;
-  SamplingState sampling;  // sequence i samples with seed + i
-  std::vector<int32_t> stop_tokens;
-  int64_t delay_ns = 0;   // it is served as if it had arrived so much later
-  bool reserved = false;  // it may take of what the queue's limits keep back for such requests
-  uint64_t tenant = 0;    // which shares slots and blocks with others (tenants.h); 0: none
-  RequestExtras extras = {};
+#define RECORD RequestSpec
+#define FIELDS "core/request_spec.inl"
+#include "core/record.inl"
 
   Needs needs() const { return extras.all_needs() | sampling.needs(); }
 };

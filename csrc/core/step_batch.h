@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "core/hybrid/host_rows.h"
+#include "core/record.h"
 
 namespace asyncengine {
 
@@ -30,13 +31,10 @@ constexpr Needs kSamplingNeeds = kNeedTemperature | kNeedFilters;  // every exec
 // Records are written for rows with one of these.
 constexpr Needs kRecordNeeds = kNeedLogprobs | kNeedVector | kNeedLogits;
 
-// Sampling state of one slot, sent once when the slot is filled.
 struct SamplingState {
-  float temperature = 0.f;  // 0: greedy
-  float top_p = 1.f;
-  float min_p = 0.f;
-  int32_t top_k = 0;  // 0: all
-  uint64_t seed = 0;
+#define RECORD SamplingState
+#define FIELDS "core/sampling_state.inl"
+#include "core/record.inl"
 
   // Without a temperature there is nothing to filter.
   Needs needs() const {

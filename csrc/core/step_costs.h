@@ -5,28 +5,29 @@
 #include <utility>
 #include <vector>
 
+#include "core/record.h"
+
 namespace asyncengine {
 
 // Times are nanoseconds. A default one knows nothing, and says 0 of everything. Nothing here allocates after construction or
 // takes a lock: the step thread asks and teaches it.
 class StepCosts {
  public:
-  // Of steps of so many tokens. Between two points time is linear.
   struct Point {
-    int32_t tokens = 0;
-    double base_ns = 0;     // with no context
-    // More for each token of context: of all rows together in a step of decode rows, else of the chunk of a prompt.
-    double context_ns = 0;
+#define RECORD Point
+#define FIELDS "core/cost_point.inl"
+#include "core/record.inl"
   };
   struct Copy {
-    double call_ns = 0, byte_ns = 0;
+#define RECORD Copy
+#define FIELDS "core/cost_copy.inl"
+#include "core/record.inl"
     int64_t ns(int64_t bytes) const { return static_cast<int64_t>(call_ns + byte_ns * static_cast<double>(bytes)); }
   };
-  // What steps have taken in place of 1 while they ran: those of decode rows alone; and of others the attention of chunks, and
-  // the rest. Steps of decode rows alone that have host rows take both the first factor and the last: attention on the host
-  // beside them takes bandwidth.
   struct Factors {
-    double decode = 1, rest = 1, attention = 1, hybrid = 1;
+#define RECORD Factors
+#define FIELDS "core/cost_factors.inl"
+#include "core/record.inl"
   };
 
   StepCosts() = default;

@@ -27,7 +27,12 @@ it."""
 
 LEAST_CHUNK = 16
 """Tokens that the first prompt of a step gets, however long they take."""
-COSTS = _core.StepCosts([(1, 100, 1), (64, 6400, 1)], [(1, 100, 1), (64, 6400, 64)])
+COSTS = _core.StepCosts(
+    *(
+        [_core.CostPoint(tokens=n, base_ns=100 * n, context_ns=context_ns) for n, context_ns in points]
+        for points in ([(1, 1), (64, 1)], [(1, 1), (64, 64)])
+    )
+)
 """A step takes 100 ns for each token, 1 ns for each that a token attends to."""
 
 
@@ -81,7 +86,10 @@ class CheckedScheduler(TenantModel, HybridModel):
         self.operations += 1
         self.next_id += 1
         terms = {"tenant": tenant, "priority": priority}
-        self.native.add(self.next_id, prompt, n, max_tokens, stop_tokens, order, salt, **terms)
+        spec = _core.RequestSpec(
+            id=self.next_id, prompt=prompt, n=n, max_tokens=max_tokens, stop_tokens=stop_tokens, salt=salt, **terms
+        )
+        self.native.add(spec, order)
         number, total = self.next_id, len(prompt) + max_tokens
         request = ModelRequest(number, number, order, salt, len(prompt), total, tuple(stop_tokens), fails_at, **terms)
         for i in range(n):

@@ -21,10 +21,7 @@ COUNT = 6
 
 
 def submit(backend: Backend, key: int, prompt: list[int], max_tokens: int, extras: _core.RequestExtras) -> None:
-    accepted = backend.step_loop.submit(
-        id=key, prompt=prompt, n=1, max_tokens=max_tokens, priority=0, salt=0,
-        sampling=_core.SamplingState(), stop_tokens=[], extras=extras,
-    )  # fmt: skip
+    accepted = backend.step_loop.submit(_core.RequestSpec(id=key, prompt=prompt, max_tokens=max_tokens, extras=extras))
     assert accepted == _core.SubmitResult.accepted
 
 

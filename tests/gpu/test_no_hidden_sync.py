@@ -112,15 +112,16 @@ def submit(loop: _core.StepLoop, key: int, draw: random.Random, info: ModelInfo 
         n = max_tokens = 1
         extras = vector_extras(info, "mean" if key % 8 else "last")
     accepted = loop.submit(
-        id=key,
-        prompt=prompt,
-        n=n,
-        max_tokens=max_tokens,
-        priority=draw.randrange(3),
-        salt=0,
-        sampling=draw.choice([GREEDY, SAMPLED]),
-        stop_tokens=[draw.randrange(199)],
-        extras=extras,
+        _core.RequestSpec(
+            id=key,
+            prompt=prompt,
+            n=n,
+            max_tokens=max_tokens,
+            priority=draw.randrange(3),
+            sampling=draw.choice([GREEDY, SAMPLED]),
+            stop_tokens=[draw.randrange(199)],
+            extras=extras,
+        )
     )
     assert accepted == _core.SubmitResult.accepted
 

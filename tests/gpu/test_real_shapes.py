@@ -89,8 +89,7 @@ def our_logits(directory: str, source: StateDict, prompt: list[int], chunk: int)
     runner = CudaRunner(loaded.info(config, 64), loaded.config, steps, native, buffers, buckets, None)
     loop = runner.make_step_loop(config, progress=False)
     recorder.kept.clear()
-    greedy = _core.SamplingState()
-    loop.submit(id=1, prompt=prompt, n=1, max_tokens=COUNT, priority=0, salt=0, sampling=greedy, stop_tokens=[])
+    loop.submit(_core.RequestSpec(id=1, prompt=prompt, max_tokens=COUNT))
     tokens: list[int] = []
     while len(tokens) < COUNT:
         loop.advance()

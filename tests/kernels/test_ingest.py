@@ -125,7 +125,7 @@ def test_rows_with_several_samples_and_lengths_on_the_device(device: torch.devic
             result_words=draw.randrange(5), score_from=draw.choice([-1, 3]), tokens_per_step=1 + i % 3,
         )  # fmt: skip
         prompt = [draw.randrange(100) for _ in range(draw.randint(4, 50))]
-        harness.add(id=i, prompt=prompt, n=1, max_tokens=12, stop_tokens=[], order=i, salt=0, extras=extras)
+        harness.add(_core.RequestSpec(id=i, prompt=prompt, max_tokens=12, extras=extras), order=i)
     step = allocate_step(ROWS, BLOCKS, ROWS, TOKENS, device, SAMPLES, SAMPLES // ROWS - 1)
     for poisoned in (step.sample_records, step.row_entries, step.slots.length, step.slots.draft_tokens):
         assert poisoned is not None

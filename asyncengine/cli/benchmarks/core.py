@@ -91,7 +91,7 @@ def _decoding(num_seqs: int, steps: int, wants: str) -> Any:
 
     ``wants`` is _PLAIN, or _LOGPROBS for sequences whose every token comes with a record of its log probability.
     """
-    from asyncengine._core import Need, RequestExtras, SchedulerConfig, SchedulerHarness
+    from asyncengine._core import Need, RequestExtras, RequestSpec, SchedulerConfig, SchedulerHarness
 
     prefill_steps = (_PROMPT_LEN + _BLOCK_SIZE) * num_seqs // max(2048, num_seqs) + 2
     # Decode rows go first, so all the time that the others prefill, the first sequences decode.
@@ -115,7 +115,7 @@ def _decoding(num_seqs: int, steps: int, wants: str) -> Any:
     for i in range(num_seqs):
         # Lengths differ, so that each step some sequence fills a block: one in sixteen does.
         prompt = [1000 + i, *range(_PROMPT_LEN - 1 + i % _BLOCK_SIZE)]
-        harness.add(id=i, prompt=prompt, n=1, max_tokens=max_tokens, stop_tokens=[0], order=i, salt=0, extras=extras)
+        harness.add(RequestSpec(id=i, prompt=prompt, max_tokens=max_tokens, stop_tokens=[0], extras=extras), order=i)
     harness.time_steps(2 * prefill_steps)
     return harness
 

@@ -11,7 +11,7 @@ from uuid import uuid4
 
 import msgspec
 
-from asyncengine._core import CpuKernels, HybridConfig, StepCosts
+from asyncengine._core import CostCopy, CostFactors, CostPoint, CpuKernels, HybridConfig, StepCosts
 from asyncengine.config import EngineConfig
 from asyncengine.kernels.cuda.linear.tables import cache_directory, table_name
 from asyncengine.version import VERSION
@@ -76,13 +76,16 @@ class CostTable(msgspec.Struct, frozen=True):
     """nanoseconds that lanes for sequences on the host add to a step of a GPU, beside their tokens"""
 
     def native(self) -> StepCosts:
-        return StepCosts(
-            [(p.tokens, p.base_ns, p.context_ns) for p in self.decode],
-            [(p.tokens, p.base_ns, p.context_ns) for p in self.prompt],
-            fit_copies(self.to_device),
-            fit_copies(self.to_host),
-            self.factors,
+        decode, prompt = (
+            [CostPoint(tokens=p.tokens, base_ns=p.base_ns, context_ns=p.context_ns) for p in points]
+            for points in (self.decode, self.prompt)
         )
+        to_device, to_host = (
+            CostCopy(call_ns=call_ns, byte_ns=byte_ns)
+            for call_ns, byte_ns in (fit_copies(self.to_device), fit_copies(self.to_host))
+        )
+        factors = dict(zip(("decode", "rest", "attention", "hybrid"), self.factors, strict=True))
+        return StepCosts(decode, prompt, to_device, to_host, CostFactors(**factors))
 
     def attend_ns(self, workers: int) -> float:
         """Nanoseconds of one worker for a token of context in a layer, while ``workers`` are busy, or about as many; 0:
