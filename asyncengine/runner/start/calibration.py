@@ -13,7 +13,7 @@ from asyncengine.kernels.cuda.attention.run import BucketAttention
 from asyncengine.kernels.cuda.ops import CudaBatch, CudaOps
 from asyncengine.kernels.cuda.step.tensors import DeviceStep, allocate_step
 from asyncengine.kernels.float8_cache import fixed_scales, with_inverses
-from asyncengine.kernels.ops import AttentionLayer, split_heads
+from asyncengine.kernels.ops import AttentionLayer, LayerKVCache, split_heads
 from asyncengine.runner.state.kv_scales import fixed_prompt
 from asyncengine.runner.state.memory import without_memory
 from asyncengine.runner.steps.model_runner import LoadedModel
