@@ -192,8 +192,10 @@ def find_family(raw: RawConfig) -> tuple[str, Family]:
     name = next((name for name in architectures if isinstance(name, str) and name in FAMILIES), None)
     if name is None:
         found = excerpt(architectures) if architectures else "none"
+        names = ", ".join(name for name in FAMILIES if name.endswith(("ForCausalLM", "LMHeadModel")))
         raise UnsupportedModelError(
-            f"{raw.source}: architecture {found} is not supported; supported are {', '.join(FAMILIES)}"
+            f"{raw.source}: architecture {found} is not supported; supported are {names}, "
+            "and their bases and classifiers"
         )
     family = FAMILIES[name]
     kind = raw.get("model_type", str, None)
