@@ -29,10 +29,12 @@ class Norm(NamedTuple):
 
 
 class HeadNorms(NamedTuple):
-    """RMS norms [D] over every head of the queries and of the keys."""
+    """RMS norms of the queries and of the keys, over every head or over all heads together."""
 
     q: Tensor
+    """[D], or [num_heads * D] over all"""
     k: Tensor
+    """[D], or [Hk * D] over all"""
     eps: float
 
 
@@ -219,10 +221,11 @@ class Ops(Protocol[BatchT, ResidualT, HandleT]):
         """
 
     def norm_linear(
-        self, residual: ResidualT, norm: Norm, handle: HandleT, activation: Activation | None = None
+        self, residual: ResidualT, norm: Norm | None, handle: HandleT, activation: Activation | None = None
     ) -> Any:
         """The normed residual times the handle's weights, transposed: a Tensor [T, N].
 
+        Without a norm it is the residual itself that is multiplied.
         Activated, if so said, it is [T, N] (gated: [T, N / 2]) in a form of the package's own, which only
         ``linear_add_`` reads.
         """

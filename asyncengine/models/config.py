@@ -158,13 +158,14 @@ class LayerNorms(NamedTuple):
     A norm before a block normalises what the block reads, one behind it what the block adds to the residual.
     """
 
-    before_attention: str = "input_layernorm"
-    before_mlp: str = "post_attention_layernorm"
+    before_attention: str | None = "input_layernorm"
+    before_mlp: str | None = "post_attention_layernorm"
     behind_attention: str | None = None
     behind_mlp: str | None = None
 
 
 LLAMA_NORMS = LayerNorms()
+NORMS_BEHIND = LayerNorms(None, None, "post_attention_layernorm", "post_feedforward_layernorm")
 
 
 class QueryGrowth(NamedTuple):
@@ -205,6 +206,8 @@ class ModelConfig:
     fused_gate_up: bool = False
     """The checkpoint has gate and up in one matrix, gate_up_proj."""
     qk_norm: bool = False
+    qk_norm_over_all: bool = False
+    """These norms are over all heads together, and not over each."""
     layer_norms: LayerNorms = LLAMA_NORMS
     norm_weight_offset: float = 0.0
     """Added to the weights of RMS norms when they are read, in the model's dtype."""

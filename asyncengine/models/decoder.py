@@ -1,4 +1,4 @@
-"""Parts of decoders: blocks that read a residual through a norm and add to it, and the model around them.
+"""Parts of decoders: blocks that read a residual, as a rule through a norm, and add to it, and the model around them.
 
 A family reads its config and its weights, and composes blocks. A mixture of experts is another feed-forward block, a
 recurrent layer another mixer.
@@ -44,7 +44,7 @@ class FeedForward(Protocol):
 class AttentionBlock(NamedTuple):
     """residual += output · attention(qkv · norm(residual)); with an output norm, the norm of that product."""
 
-    norm: Norm
+    norm: Norm | None
     qkv: Handle
     layer: AttentionLayer
     output: Handle
@@ -62,7 +62,7 @@ class AttentionBlock(NamedTuple):
 class MLPBlock(NamedTuple):
     """residual += down · activation(up · norm(residual)); with an output norm, the norm of that product."""
 
-    norm: Norm
+    norm: Norm | None
     up: Handle
     activation: Activation
     down: Handle

@@ -133,7 +133,7 @@ class LayerWeights:
     def norm(self, name: str, size: int) -> Norm:
         return rms_norm(self.config, self._weights.tensor(f"model.layers.{self.index}.{name}.weight", size))
 
-    def optional_norm(self, name: str | None) -> Norm | None:
+    def block_norm(self, name: str | None) -> Norm | None:
         """A norm of the residual, or of what is added to it; None if the layer has none there."""
         return None if name is None else self.norm(name, self.config.hidden_size)
 
@@ -160,16 +160,17 @@ def attention_block(layer: LayerWeights, cos_sin: Tensor | None, query_scales: T
     )
     head_norms: HeadNorms | None = None
     if config.qk_norm:
-        q, k = (layer.norm(f"self_attn.{x}_norm", dim).weight for x in "qk")
+        sizes = {"q": q_size, "k": kv_size} if config.qk_norm_over_all else {"q": dim, "k": dim}
+        q, k = (layer.norm(f"self_attn.{x}_norm", size).weight for x, size in sizes.items())
         if order is not None:
-            q, k = q[order], k[order]
+            q, k = (weight.view(-1, dim)[:, order].flatten() for weight in (q, k))
         head_norms = HeadNorms(q, k, config.norm_eps)
     attention = AttentionLayer(
         config.num_heads, head_norms, cos_sin, config.layer_scales[layer.index], cache.window, config.score_softcap,
         query_scales,
     )  # fmt: skip
     output = layer.linear("self_attn", {"o": hidden}, q_size, "columns", bias=config.output_bias)
-    before, behind = layer.norm(names.before_attention, hidden), layer.optional_norm(names.behind_attention)
+    before, behind = map(layer.block_norm, (names.before_attention, names.behind_attention))
     return AttentionBlock(before, qkv, attention, output, behind)
 
 
@@ -179,7 +180,7 @@ def mlp_block(layer: LayerWeights) -> MLPBlock:
     fused = "gate_up" if config.fused_gate_up else None
     up = layer.linear("mlp", {"gate": inner, "up": inner}, hidden, "rows", bias=config.mlp_bias, fused=fused)
     down = layer.linear("mlp", {"down": hidden}, inner, "columns", bias=config.mlp_bias)
-    before, behind = layer.norm(names.before_mlp, hidden), layer.optional_norm(names.behind_mlp)
+    before, behind = map(layer.block_norm, (names.before_mlp, names.behind_mlp))
     return MLPBlock(before, up, config.activation, down, behind)
 
 

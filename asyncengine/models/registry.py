@@ -12,12 +12,15 @@ from torch import Tensor
 from asyncengine.errors import ModelError, UnsupportedModelError
 from asyncengine.kernels.ops import Batch, BatchT, LayerCache, ModelOps
 from asyncengine.models import (
+    exaone4,
     gemma2,
     gemma3,
     gpt2,
     llama,
     ministral3,
     mistral,
+    olmo2,
+    olmo3,
     phi3,
     qwen2,
     qwen3,
@@ -70,6 +73,9 @@ FAMILIES = {
     "SmolLM3ForCausalLM": Family(smollm3.read_config, smollm3.SmolLM3ForCausalLM, ("smollm3",)),
     "SeedOssForCausalLM": Family(seed_oss.read_config, seed_oss.SeedOssForCausalLM, ("seed_oss",)),
     "Ministral3ForCausalLM": Family(ministral3.read_config, ministral3.Ministral3ForCausalLM, ("ministral3",)),
+    "Olmo2ForCausalLM": Family(olmo2.read_config, olmo2.Olmo2ForCausalLM, ("olmo2",), quantizable=False),
+    "Olmo3ForCausalLM": Family(olmo3.read_config, olmo3.Olmo3ForCausalLM, ("olmo3",), quantizable=False),
+    "Exaone4ForCausalLM": Family(exaone4.read_config, exaone4.Exaone4ForCausalLM, ("exaone4",), quantizable=False),
 }
 
 
@@ -134,6 +140,9 @@ for _name, _causal in (
     ("SeedOss", "SeedOssForCausalLM"),
     ("Ministral3", "Ministral3ForCausalLM"),
     ("Mistral3", "Mistral3ForConditionalGeneration"),
+    ("Olmo2", "Olmo2ForCausalLM"),
+    ("Olmo3", "Olmo3ForCausalLM"),
+    ("Exaone4", "Exaone4ForCausalLM"),
 ):
     FAMILIES[f"{_name}ForSequenceClassification"] = _classifier(FAMILIES[_causal])
     # Saved without a head, as embedding models are. The weights say whether there is one (``settle_head``).

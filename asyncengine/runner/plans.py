@@ -136,7 +136,7 @@ class _PlanOps(CudaOps):
         return Residual(table.new_empty(len(batch.step.input_ids), table.shape[1]))
 
     def norm_linear(
-        self, residual: Residual, norm: Norm, handle: CudaLinear, activation: Activation | None = None
+        self, residual: Residual, norm: Norm | None, handle: CudaLinear, activation: Activation | None = None
     ) -> Tensor:
         handle = handle if activation is None else handle.exact()
         fused = fused_activation(activation)

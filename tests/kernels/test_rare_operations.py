@@ -15,7 +15,7 @@ from asyncengine.kernels.cuda.linear.tables import PlanTable
 from asyncengine.kernels.cuda.ops import CudaBatch, CudaOps, CudaOptions
 from asyncengine.kernels.cuda.rows.activation import activate_rows, soft_cap_
 from asyncengine.kernels.cuda.step.tensors import allocate_step
-from asyncengine.kernels.ops import Norm
+from asyncengine.kernels.ops import Activation, Norm
 from asyncengine.kernels.weight import dense
 from tests.kernels.poison import poison_new_memory
 
@@ -65,6 +65,29 @@ def test_a_norm_of_the_product_before_it_is_added(device: torch.device, before: 
     product = x.float() @ weight.float().T
     expected = residual.float() + product + F.rms_norm(product, (32,), norm.weight.float(), 1e-5)
     assert_near(state.settle(), expected)
+
+
+@pytest.mark.parametrize("plan", [None, Plan("skinny", 16, 16, 2), Plan("tiled", 16, 32, 4, 16, stages=2)], ids=str)
+@pytest.mark.parametrize("activation", [None, "silu_mul"])
+def test_a_product_of_the_residual_without_a_norm(
+    device: torch.device, plan: Plan | None, activation: Activation | None
+) -> None:
+    """The product is of the sum, where the last addition still waits."""
+    site = Site(32 if activation else 64, 64, 8, "none", activation, False, False)
+    adds = Site(64, 32, 8, "none", None, False, True)
+    plans = PlanTable({adds: Plan("skinny", 16, 16, 2)} | ({site: plan} if plan else {}))
+    ops = CudaOps(device, CudaOptions(plans, gpu=replace(INTERPRETER, tma=True)))
+    x, weight, state = random(device, 5, 32), random(device, 64, 32, seed=1) * 0.2, random(device, 5, 64, seed=2)
+    gate, up = random(device, 32, 64, seed=3) * 0.2, random(device, 32, 64, seed=4) * 0.2
+    residual = Residual(state.clone())
+    ops.linear_add_(x, ops.make_linear([dense(weight)], [None]), residual)
+    assert residual.state == "put off"
+    got = ops.norm_linear(residual, None, ops.make_linear([dense(gate), dense(up)], [None, None]), activation)
+    summed = (state.float() + x.float() @ weight.float().T).bfloat16().float()
+    left, right = summed @ gate.float().T, summed @ up.float().T
+    assert_near(got, F.silu(left) * right if activation else torch.cat((left, right), 1))
+    assert residual.state == "plain"
+    assert ops.choices.missing == (set() if plan else {site})
 
 
 @pytest.mark.parametrize("out_features", [48, 50])

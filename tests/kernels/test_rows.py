@@ -338,6 +338,15 @@ def test_store_kv(
 # ---- misuse ----
 
 
+def test_a_norm_in_place_leaves_what_lies_between_rows(device: torch.device, dtype: torch.dtype) -> None:
+    memory, weight = random(4, 90, dtype=dtype).to(device), random(70, dtype=dtype, seed=1).to(device)
+    before, x = memory.clone(), memory[:, 10:80]
+    assert norm_rows(x, Norm(weight, None, 1e-5), in_place=True) is x
+    assert torch.equal(x, norm_rows(before[:, 10:80], Norm(weight, None, 1e-5)))
+    assert torch.equal(memory[:, :10], before[:, :10])
+    assert torch.equal(memory[:, 80:], before[:, 80:])
+
+
 @pytest.mark.parametrize("dim", [6, 500])
 def test_queries_are_scaled_by_their_positions(device: torch.device, dtype: torch.dtype, dim: int) -> None:
     """Keys, values and tokens that are not there stay as they are."""

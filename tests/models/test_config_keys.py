@@ -37,6 +37,9 @@ SOURCES = {
     "smollm3": ["smollm3"],
     "seed-oss": ["seed_oss"],
     "ministral3": ["ministral3"],
+    "olmo2": ["olmo2"],
+    "olmo3": ["olmo3"],
+    "exaone4": ["exaone4"],
 }
 SHARED = ["masking_utils.py", "cache_utils.py", "modeling_rope_utils.py"]
 HARMLESS = {
@@ -212,6 +215,14 @@ HONOURED: dict[str, tuple[str, dict[str, Any]]] = {
     "SmolLM3 with more layers said than there are": ("smollm3", {"no_rope_layers": [0, 0, 1, 0, 1, 1]}),
     "Seed-OSS without biases": ("seed-oss", {"attention_bias": False}),
     "Ministral 3 with the positions outside": ("ministral3", {"original_max_position_embeddings": 20}),
+    "OLMo 2 with yarn": ("olmo2", {"rope_parameters": tiny.YARN_ROPE}),
+    "OLMo 3 with yarn as older files have it": (
+        "olmo3", {"rope_parameters": None, "rope_theta": 3000.0, "rope_scaling": tiny.YARN_ROPE},
+    ),
+    "OLMo 3 without layer_types": ("olmo3", {"layer_types": None}),
+    "EXAONE 4 with a pattern of windows": ("exaone4", {"layer_types": None, "sliding_window_pattern": 2}),
+    "EXAONE 4 with layer_types": ("exaone4", {"layer_types": [*TYPES, "sliding_attention"]}),
+    "EXAONE 4 without a window": ("exaone4-no-window", {}),
     "GPT-2 with the other names of its sizes": (
         "gpt2",
         {"n_layer": 7, "num_hidden_layers": 2, "num_attention_heads": 3, "n_positions": 9,
@@ -287,6 +298,9 @@ SLIDING = ["sliding_attention"] * 3
         ("smollm3", {"no_rope_layers": [1, 0]}, r"no_rope_layers = \[1, 0\] for 4 layers"),
         ("smollm3", {"no_rope_layers": [1, 0, 2, 1]}, r"no_rope_layers = "),
         ("smollm3", {"no_rope_layers": None, "no_rope_layer_interval": 0}, r"no_rope_layer_interval = 0"),
+        ("exaone4", {"layer_types": None, "sliding_window_pattern": "LLG"}, "sliding_window_pattern = 'LLG'"),
+        ("exaone4", {"layer_types": None, "sliding_window_pattern": 0}, "sliding_window_pattern = 0"),
+        ("olmo3", {"layer_types": ["chunked_attention"] * 4}, "layer type 'chunked_attention'"),
         ("ministral3", {"layer_types": TYPES, "sliding_window": 5}, "layer_types in a family with one"),
         ("phi3", {"layer_types": ["full_attention"] * 3, "sliding_window": 5}, "layer_types in a family with one"),
         ("phi3", {"rope_parameters": ROPE | {"rope_type": "linear", "factor": 2.0}}, "rope scaling 'linear' in this"),

@@ -175,6 +175,36 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
             },
         },
     ),
+    "olmo2": ("Olmo2", DECODER | {"pad_token_id": None}),
+    "olmo2-biased": (
+        "Olmo2",
+        DECODER
+        | {
+            "hidden_size": 56, "num_attention_heads": 7, "num_key_value_heads": 7, "attention_bias": True,
+            "tie_word_embeddings": True, "pad_token_id": None,
+        },
+    ),
+    "olmo3": ("Olmo3", DECODER | {"num_hidden_layers": 4, "sliding_window": 7, "pad_token_id": None}),
+    "olmo3-yarn": (
+        "Olmo3",
+        DECODER
+        | {
+            "num_key_value_heads": 3, "sliding_window": 9, "attention_bias": True, "pad_token_id": None,
+            "layer_types": ["full_attention", "sliding_attention", "full_attention"],
+            "rope_parameters": {
+                "sliding_attention": {"rope_type": "default", "rope_theta": 700.0}, "full_attention": YARN_ROPE,
+            },
+        },
+    ),
+    "exaone4": ("Exaone4", DECODER | {"num_hidden_layers": 4, "sliding_window": 6, "head_dim": 16}),
+    "exaone4-no-window": (
+        "Exaone4",
+        DECODER
+        | {
+            "sliding_window": None, "num_key_value_heads": 1, "layer_types": ["full_attention"] * 3,
+            "tie_word_embeddings": True,
+        },
+    ),
 }  # fmt: skip
 
 

@@ -6,6 +6,7 @@ Without a GPU the kernels are interpreted, which takes a second a step: there, m
 from __future__ import annotations
 
 import asyncio
+import itertools
 import random
 from dataclasses import replace
 from pathlib import Path
@@ -107,7 +108,7 @@ def mixed_jobs() -> Jobs:
     return jobs
 
 
-@pytest.mark.parametrize("variant", tiny.VARIANTS if GPU else ["gpt2", "qwen3-window-biased", "ministral3"])
+@pytest.mark.parametrize("variant", tiny.VARIANTS if GPU else ["gpt2", "qwen3-window-biased", "ministral3", "olmo2"])
 def test_tokens_equal_transformers(checkpoint, variant):
     path, model = checkpoint(variant)
     outputs, _ = generate(path, [(prompt, greedy()) for prompt in PROMPTS])
@@ -123,8 +124,14 @@ def test_tokens_equal_transformers_with_work_lists(checkpoint, variant, monkeypa
     assert outputs == [[tuple(tiny.generate(model, prompt, COUNT))] for prompt in PROMPTS]
 
 
-@pytest.mark.parametrize("config", [{}, {"batch_invariant": True}, {"dtype": "bfloat16"}], ids=str)
-@pytest.mark.parametrize("variant", ["gpt2", "qwen3"])
+@pytest.mark.parametrize(
+    ("variant", "config"),
+    [
+        *itertools.product(["gpt2", "qwen3"], [{}, {"batch_invariant": True}, {"dtype": "bfloat16"}]),
+        *itertools.product(["ministral3", "olmo2"], [{}]),
+    ],
+    ids=str,
+)
 def test_keys_and_values_in_float8_give_the_cpus_tokens(checkpoint, variant, config):
     """Greedy and sampled, whose blocks are copied. The scales are the same, too, of a step without a cache."""
     path, _ = checkpoint(variant)

@@ -44,6 +44,14 @@ def sampled(residual: Residual, batch: StepBatch) -> Residual:
     return Residual(residual.x[index], None if pending is None else pending[index])
 
 
+def settled(residual: Residual) -> Tensor:
+    """Return the residual, to which is added what was pending."""
+    if residual.pending is not None:
+        residual.x += residual.pending
+        residual.pending = None
+    return residual.x
+
+
 class BaseOps(Ops[StepBatch, Residual, HandleT]):
     """The part of Ops that follows from a StepBatch and from simpler operations."""
 
@@ -104,9 +112,9 @@ class BaseOps(Ops[StepBatch, Residual, HandleT]):
         """
 
     def norm_linear(
-        self, residual: Residual, norm: Norm, handle: HandleT, activation: Activation | None = None
+        self, residual: Residual, norm: Norm | None, handle: HandleT, activation: Activation | None = None
     ) -> Tensor:
-        y = self.linear(self._normed(residual, norm), handle)
+        y = self.linear(settled(residual) if norm is None else self._normed(residual, norm), handle)
         return y if activation is None else self.activate(y, activation)
 
     def linear_add_(self, x: Tensor, handle: HandleT, residual: Residual, norm: Norm | None = None) -> None:
@@ -144,8 +152,9 @@ class BaseOps(Ops[StepBatch, Residual, HandleT]):
             return
         q, k, _ = split_heads(heads.view(heads.shape[0], -1, head_dim), layer.num_heads)
         if layer.norms is not None:
-            self.head_rms_norm_(q, layer.norms.q, layer.norms.eps)
-            self.head_rms_norm_(k, layer.norms.k, layer.norms.eps)
+            for x, weight in ((q, layer.norms.q), (k, layer.norms.k)):
+                # A norm over all heads takes them for one.
+                self.head_rms_norm_(x.view(len(x), -1, len(weight)), weight, layer.norms.eps)
         if layer.cos_sin is not None:
             self.rotary_(q, k, layer.cos_sin, torch.from_numpy(batch.positions))
         if layer.query_scales is not None:

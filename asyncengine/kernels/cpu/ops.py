@@ -148,12 +148,12 @@ class CpuOps(BaseOps[CpuLinearHandle | UnpackedHandle]):
     def norm_linear(
         self,
         residual: Residual,
-        norm: Norm,
+        norm: Norm | None,
         handle: CpuLinearHandle | UnpackedHandle,
         activation: Activation | None = None,
     ) -> Tensor:
         """The next call for as many features writes the same memory, unless the activation is gated."""
-        if isinstance(handle, UnpackedHandle):
+        if norm is None or isinstance(handle, UnpackedHandle):
             return super().norm_linear(residual, norm, handle, activation)
         function, gated = (None, False) if activation is None else _ACTIVATIONS[activation]
         y = self._norm_linear(residual, norm, handle, handle.product, None if gated else function)

@@ -98,13 +98,16 @@ class CudaOps:
         return Residual(x)
 
     def norm_linear(
-        self, residual: Residual, norm: Norm, handle: CudaLinear, activation: Activation | None = None
+        self, residual: Residual, norm: Norm | None, handle: CudaLinear, activation: Activation | None = None
     ) -> Matrix:
         """Quantised after an activation, if the next to read it is a product in float8 that does not do it itself."""
         handle = handle if activation is None else handle.exact()
         fused = fused_activation(activation)
         plan = self.choices.plan(handle.site(len(residual.x), residual.x.dtype, norm, fused))
-        operand = residual.read(norm, plan, handle.format, pdl=self.options.pdl)
+        if norm is None:
+            operand = self._projections.operand(residual.settle(), handle, plan)
+        else:
+            operand = residual.read(norm, plan, handle.format, pdl=self.options.pdl)
         return self._projections.project(operand, handle, plan, activation)
 
     def linear_add_(self, x: Matrix, handle: CudaLinear, residual: Residual, norm: Norm | None = None) -> None:

@@ -43,13 +43,15 @@ class _NotingAttention(BucketAttention):
             q, k = (_normed(x, gain, layer.norms.eps) for x, gain in ((q, layer.norms.q), (k, layer.norms.k)))
         if layer.cos_sin is not None:
             q, k = (_rotated(x, layer.cos_sin[: len(heads)]) for x in (q, k))
+        if layer.query_scales is not None:
+            q = (q.float() * layer.query_scales[: len(heads), None, None]).to(q.dtype)
         self.tops.append(torch.stack([x.abs().amax((0, 2)).float() for x in (k, v)]))
         return _attend(q, k, v, layer)
 
 
 def _normed(x: Tensor, gain: Tensor, eps: float) -> Tensor:
-    exact = x.float()
-    return (exact * torch.rsqrt(exact.square().mean(-1, keepdim=True) + eps) * gain.float()).to(x.dtype)
+    exact = x.reshape(len(x), -1, len(gain)).float()  # one head, if the norm is over all heads together
+    return (exact * torch.rsqrt(exact.square().mean(-1, keepdim=True) + eps) * gain.float()).view_as(x).to(x.dtype)
 
 
 def _rotated(x: Tensor, cos_sin: Tensor) -> Tensor:

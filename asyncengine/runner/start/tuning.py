@@ -144,7 +144,8 @@ class _Case:
             sample(logits, self._step, self._header, self._words, needs=0, pdl=pdl)
             return
         if not self.site.add:
-            ops.norm_linear(Residual(self._x), self._norm, handle, self.site.activation)
+            norm = None if self.site.norm == "none" else self._norm
+            ops.norm_linear(Residual(self._x), norm, handle, self.site.activation)
             return
         residual = Residual(self._residual)
         ops.linear_add_(self._x, handle, residual)

@@ -229,8 +229,12 @@ def _layers(
 
 def without_memory(model: ModelConfig, device: torch.device) -> list[LayerCache]:
     """Return caches of the layers that hold nothing, for a run of a model whose attention computes nothing."""
+    return [_without_memory(spec, device) for spec in model.layer_caches]
+
+
+def _without_memory(spec: CacheSpec, device: torch.device) -> LayerCache:
+    if isinstance(spec, KVSpec):  # in its shape, by which attention is chosen
+        blocks = torch.empty(0, spec.num_heads, 0, spec.head_dim, device=device)
+        return LayerKVCache(blocks, blocks)
     nothing = torch.empty(0, device=device)
-    kinds: dict[type, LayerCache] = {
-        KVSpec: LayerKVCache(nothing, nothing), LatentSpec: LayerLatentCache(nothing), StateSpec: LayerStates(nothing),
-    }  # fmt: skip
-    return [kinds[type(spec)] for spec in model.layer_caches]
+    return LayerLatentCache(nothing) if isinstance(spec, LatentSpec) else LayerStates(nothing)

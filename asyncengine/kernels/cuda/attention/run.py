@@ -8,7 +8,7 @@ Caches are [num_blocks, Hk, block_size, D], contiguous; with ``LayerKVCache.scal
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Unpack
 
@@ -22,11 +22,12 @@ from asyncengine.kernels.cuda.attention.plan import AttentionPlan, Kernel, Launc
 from asyncengine.kernels.cuda.attention.work.lists import StepWork, Work
 from asyncengine.kernels.cuda.gpu import Gpu
 from asyncengine.kernels.cuda.launch.programmatic import TmaOptions
+from asyncengine.kernels.cuda.rows.norms import norm_rows
 from asyncengine.kernels.cuda.rows.rotary import rotary_store_kv, scale_queries, store_kv
 from asyncengine.kernels.cuda.rows.tensors import empty_rows
 from asyncengine.kernels.cuda.step.bucket import Bucket
 from asyncengine.kernels.cuda.step.tensors import DeviceStep
-from asyncengine.kernels.ops import AttentionLayer, LayerKVCache, split_heads
+from asyncengine.kernels.ops import AttentionLayer, HeadNorms, LayerKVCache, Norm, split_heads
 
 KernelRun = Callable[[Launch, KernelCall], None]
 
@@ -55,12 +56,22 @@ class PlannedAttention:
         heads = heads.view(len(heads), -1, cache.v.shape[3])
         out = empty_rows(len(heads), layer.num_heads * heads.shape[2], heads.dtype, heads.device)
         call = KernelCall(heads, layer, cache, step, self.work, out, **how)
+        if layer.norms is not None and len(layer.norms.q) != heads.shape[2]:
+            norm_all_heads(heads, layer.num_heads, layer.norms, pdl=call.pdl)
+            call = replace(call, layer=layer._replace(norms=None))
         if layer.query_scales is not None:
             scale_queries(heads, layer.num_heads, layer.query_scales, step.positions, step.slot_mapping, pdl=call.pdl)
         if self.plan.prepares:
             prepare(call)
         launch_all(self.plan.launches, call)
         return out
+
+
+def norm_all_heads(heads: Tensor, num_heads: int, norms: HeadNorms, *, pdl: bool) -> None:
+    """Norm the queries and the keys of a token, each over all their heads together, in place."""
+    q, k, _ = split_heads(heads, num_heads)
+    for x, weight in ((q, norms.q), (k, norms.k)):
+        norm_rows(x.view(len(x), len(weight)), Norm(weight, None, norms.eps), in_place=True, pdl=pdl)
 
 
 def prepare(call: KernelCall) -> None:

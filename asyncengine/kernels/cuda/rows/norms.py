@@ -27,6 +27,7 @@ def _norm_kernel(
     bias: tl.tensor,
     out: tl.tensor,
     x_stride: tl.tensor,
+    out_stride: tl.tensor,
     part_stride: tl.tensor,
     eps: tl.tensor,
     GATHER: tl.constexpr,
@@ -61,15 +62,22 @@ def _norm_kernel(
     value = value * tl.rsqrt(tl.sum(value * value, 0) / WIDTH + eps) * scale
     if CENTER:
         value += shift
-    tl.store(out + row * WIDTH + column, value.to(out.dtype.element_ty), mask=inside)
+    tl.store(out + row * out_stride + column, value.to(out.dtype.element_ty), mask=inside)
 
 
 def norm_rows(
-    x: Tensor, norm: Norm, index: Tensor | None = None, parts: Tensor | None = None, *, pdl: bool = False
+    x: Tensor,
+    norm: Norm,
+    index: Tensor | None = None,
+    parts: Tensor | None = None,
+    *,
+    in_place: bool = False,
+    pdl: bool = False,
 ) -> Tensor:
     """The norm of the rows of x [M, N], which may be strided: [M, N]. With an ``index`` int64 [S], of those: [S, N].
 
     ``parts`` float32 [P, M, N] are first added to x, in their order; x itself takes the sum, but not with an index.
+    ``in_place``, where there is neither, writes the norm to x.
     """
     check_rows(x, "x")
     width = x.shape[1]
@@ -81,7 +89,7 @@ def norm_rows(
     if index is not None:
         check(index, torch.int64, (len(index),), "index")
     rows = len(x) if index is None else len(index)
-    out = empty_rows(rows, width, x.dtype, x.device)
+    out = x if in_place else empty_rows(rows, width, x.dtype, x.device)
     tile = triton.next_power_of_2(width)
     _norm_kernel[(rows,)](
         x,
@@ -91,6 +99,7 @@ def norm_rows(
         norm.weight if norm.bias is None else norm.bias,
         out,
         x.stride(0),
+        out.stride(0),
         0 if parts is None else parts.stride(0),
         norm.eps,
         GATHER=index is not None,
