@@ -267,6 +267,7 @@ class SchedulerConfig:
         prefix_caching: bool = True, token_buckets: Sequence[int] = (), max_samples: int = 0,
         max_update_words: int = 0, max_result_words: int = 0, mask_words: int = 0, num_host_blocks: int = 0,
         costs: StepCosts = ..., targets: ItlTargets = ..., paced_chunk_size: int = 0, hybrid: HybridConfig = ...,
+        window: int = 0,
     ) -> None: ...  # fmt: skip
 
 class CostPoint:

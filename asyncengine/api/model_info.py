@@ -30,6 +30,8 @@ class ModelInfo:
     """KV blocks of the host tier."""
     num_kv_layers: int = 0
     """Layers that keep keys and values."""
+    window: int = 0
+    """Tokens that the layers see, the most that one does, where every layer has a window; 0: a layer sees all."""
     can_decode_on_host: bool = False
     """True if threads of the host can attend for sequences of this model (EngineConfig.hybrid_attention)."""
     host_obstacle: str = ""

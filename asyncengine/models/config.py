@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from asyncengine.errors import ModelError, UnsupportedModelError
-from asyncengine.kernels.ops import Activation, CacheSpec, KVSpec
+from asyncengine.kernels.ops import Activation, CacheSpec, KVSpec, StateSpec
 from asyncengine.models.files import excerpt, read_config
 from asyncengine.models.rotary import RopeConfig, longrope_attention_factor, yarn_attention_factor
 
@@ -245,6 +245,13 @@ class ModelConfig:
     def layer_windows(self) -> tuple[int, ...]:
         """Sliding window of each layer in tokens; 0: none."""
         return tuple(spec.window if isinstance(spec, KVSpec) else 0 for spec in self.layer_caches)
+
+    @property
+    def longest_window(self) -> int:
+        """Tokens that the layers with blocks in the cache see, the most that one does; 0: one sees all."""
+        paged = [spec for spec in self.layer_caches if not isinstance(spec, StateSpec)]
+        windows = [spec.window if isinstance(spec, KVSpec) else 0 for spec in paged]
+        return max(windows, default=0) if all(windows) else 0
 
     @property
     def has_alike_layers(self) -> bool:

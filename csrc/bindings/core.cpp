@@ -40,6 +40,7 @@ void check_config(const SchedulerConfig& c) {
   require(c.max_num_batched_tokens >= c.max_num_seqs + c.hybrid.lanes,
           "max_num_batched_tokens must leave room for lanes beside max_num_seqs");
   require(c.paced_chunk_size >= 0, "chunks must not be negative");
+  require(c.window >= 0, "window must not be negative");
 }
 
 void check_point(const StepCosts::Point& point) {

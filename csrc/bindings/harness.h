@@ -200,7 +200,7 @@ class SchedulerHarness {
     scheduler_.after_aborts();
   }
   // Rows (request, index, query_len, context_len, sample, from_device, blocks) and copies of the next step; None when
-  // nothing can run.
+  // nothing can run. Holes of block tables are -1.
   py::object schedule() {
     if (spare_.empty()) return py::none();
     StepPlan& plan = *spare_.back();
@@ -209,9 +209,11 @@ class SchedulerHarness {
     if (plan.empty()) return py::none();
     py::list rows, copies;
     for (const PlanRow& row : plan.rows) {
-      const auto blocks = scheduler_.tables().blocks(row.slot);
+      const auto all = scheduler_.tables().blocks(row.slot);
+      std::vector<int32_t> blocks(all.begin(), all.end());
+      std::fill_n(blocks.begin(), scheduler_.tables().first_held(row.slot), -1);
       rows.append(py::make_tuple(row.sequence->request->id, row.sequence->index, row.query_len, row.context_len,
-                                 row.num_appends > 0, row.from_device, std::vector<int32_t>(blocks.begin(), blocks.end())));
+                                 row.num_appends > 0, row.from_device, std::move(blocks)));
     }
     for (const BlockCopy& copy : plan.copies) copies.append(py::make_tuple(copy.source, copy.target));
     packed_ = pack_step(plan, scheduler_.tables(), staging_);

@@ -6,7 +6,8 @@
 namespace asyncengine {
 
 Admission::Admission(const SchedulerConfig& config, Roster& roster, const Pace& pace)
-    : roster_(roster),
+    : config_(config),
+      roster_(roster),
       pace_(pace),
       block_size_(config.block_size),
       max_num_batched_tokens_(config.max_num_batched_tokens),
@@ -43,13 +44,14 @@ Admission::Result Admission::admit(Sequence& sequence, StepPlan& plan, int64_t n
   const int32_t whole = blocks.blocks_for(sequence.tokens.size());
   Sequence* source = fork_source(sequence, plan);
   const int32_t shared = find_prefix(sequence, source);
+  const Start begin = start(sequence, source, shared);
   int32_t unused = 0;
-  for (int32_t i = 0; i < shared; ++i) unused += blocks.ref_count(prefix_[static_cast<size_t>(i)]) == 0;
+  for (int32_t i = begin.holes; i < shared; ++i) unused += blocks.ref_count(prefix_[static_cast<size_t>(i)]) == 0;
   if (roster_.tier() != nullptr && source == nullptr && !sequence.loaded) [[unlikely]] {
     if (load_from_host(sequence, whole)) return Result::kLeft;
   }
   const bool copies = source != nullptr && shared > (sequence.request->prompt_len - 1) / block_size_;
-  const int32_t size = whole - shared + copies;
+  const int32_t size = blocks_to_begin(sequence, shared) + copies;
   if (blocks.num_free() - unused < size) {
     roster_.block({&sequence, blocks.num_free(), unused + size, size});
     return Result::kWaits;
@@ -59,11 +61,12 @@ Admission::Result Admission::admit(Sequence& sequence, StepPlan& plan, int64_t n
 
   sequence.loaded = false;
   sequence.reads_from = 0;
-  Slot& slot = roster_.take_slot(sequence, std::span(prefix_).first(static_cast<size_t>(shared)));
-  slot.computed = source != nullptr ? sequence.request->prompt_len - 1 : shared * block_size_;
+  Slot& slot = roster_.take_slot(sequence, std::span(prefix_).first(static_cast<size_t>(shared)), begin.holes);
+  slot.computed = begin.computed;
+  slot.published_end = begin.published_end;
+  slot.chain = begin.chain;
   slot.capacity = shared * block_size_;
   if (source != nullptr) slot.forked = roster_.slot_of(*source).forked = true;
-  start_chain(slot, source, shared);
   roster_.run(slot);
   note_scheduled(*sequence.request, slot.computed, now_ns);
   plan.filled_slots.push_back(sequence.slot);
@@ -89,6 +92,14 @@ void Admission::report(Stats& stats) const {
   stats.prefix_cache_hits = prefix_cache_hits_;
 }
 
+// Blocks that must be free beside the shared ones: those of all its tokens, or where layers have a window those of the window,
+// of the largest chunk behind it and of a chunk in flight.
+int32_t Admission::blocks_to_begin(const Sequence& sequence, int32_t shared) const {
+  const BlockManager& blocks = roster_.blocks();
+  const int32_t rest = blocks.blocks_for(sequence.tokens.size()) - shared, window = config_.window_of_blocks();
+  return window > 0 ? std::min(rest, blocks.blocks_for(int64_t{window} + 2 * max_num_batched_tokens_) + 1) : rest;
+}
+
 // ---- blocks that are there already ---------------------------------------------------------------------------------
 
 // n > 1: a sibling whose prompt is computed, by steps already launched, shares all of its blocks.
@@ -97,7 +108,18 @@ Sequence* Admission::fork_source(const Sequence& sequence, const StepPlan& plan)
   const bool usable = &first != &sequence && first.state == SequenceState::kRunning && roster_.slot_of(first).on_device &&
                       first.first_sample_step < plan.step &&  // copies run before this step's own writes
                       sequence.tokens.size() == sequence.request->prompt_len && sequence.request->prompt_len > 1;
-  return usable ? &first : nullptr;
+  return usable && shares_what_is_seen(first) ? &first : nullptr;
+}
+
+// True if the sequence, whose prompt is computed, still holds what a sibling sees of it; and unless it holds all, what the
+// sibling needs to go on with its chain.
+bool Admission::shares_what_is_seen(const Sequence& first) const {
+  const int32_t holes = roster_.tables().first_held(first.slot), prompt_len = first.request->prompt_len;
+  if (holes == 0) return true;
+  if (holes > config_.unseen_blocks(prompt_len - 1, prompt_len)) return false;
+  const int32_t whole = (prompt_len - 1) / block_size_;
+  return roster_.slot_of(first).published_end < prompt_len ||
+         (holes < whole && roster_.blocks().findable(roster_.tables().at(first.slot, whole - 1)));
 }
 
 // Fills prefix_ with the blocks that hold the start of the sequence and returns their count. At least one token is left
@@ -119,16 +141,26 @@ int32_t Admission::prefix_limit(const Sequence& sequence) const {
   return from >= 0 ? std::min(most, from / block_size_) : most;
 }
 
-void Admission::start_chain(Slot& slot, const Sequence* source, int32_t shared_blocks) {
-  const Request& request = *slot.sequence->request;
-  slot.chain = request.salt;
-  if (source == nullptr && shared_blocks > 0) {
-    slot.published_end = shared_blocks * block_size_;
-    slot.chain = roster_.blocks().chain_of(prefix_[static_cast<size_t>(shared_blocks) - 1]).id;
-  } else if (source != nullptr && roster_.slot_of(*source).published_end < request.prompt_len) {
-    slot.published_end = roster_.slot_of(*source).published_end;
-    slot.chain = roster_.slot_of(*source).chain;
+Admission::Start Admission::start(const Sequence& sequence, const Sequence* source, int32_t shared) const {
+  const Request& request = *sequence.request;
+  const auto chain_behind = [&](int32_t blocks) { return roster_.blocks().chain_of(prefix_[static_cast<size_t>(blocks) - 1]).id; };
+  if (source == nullptr) {
+    const int32_t end = shared * block_size_;
+    return {end, end, shared > 0 ? chain_behind(shared) : request.salt, config_.unseen_blocks(end, end)};
   }
+  const Slot& slot = roster_.slot_of(*source);
+  const int32_t holes = roster_.tables().first_held(source->slot);
+  Start start{request.prompt_len - 1, 0, request.salt};
+  if (slot.published_end < request.prompt_len) {
+    start.published_end = slot.published_end;
+    start.chain = slot.chain;
+  } else if (holes > 0) {  // what is let go cannot be published once more
+    const int32_t whole = start.computed / block_size_;
+    start.published_end = whole * block_size_;
+    start.chain = chain_behind(whole);
+  }
+  start.holes = std::max(holes, config_.unseen_blocks(start.computed, start.published_end));
+  return start;
 }
 
 // True: the sequence has left the queue, to wait for blocks from the host, or for this step with those that load some.

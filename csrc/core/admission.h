@@ -57,9 +57,18 @@ class Admission {
   int32_t prefix_limit(const Sequence& sequence) const;
   int32_t find_prefix(const Sequence& sequence, const Sequence* source, bool with_host = false);
   Sequence* fork_source(const Sequence& sequence, const StepPlan& plan) const;
-  void start_chain(Slot& slot, const Sequence* source, int32_t shared_blocks);
+  bool shares_what_is_seen(const Sequence& first) const;
+  int32_t blocks_to_begin(const Sequence& sequence, int32_t shared) const;
+  // What a sequence that gets a slot finds there.
+  struct Start {
+    int32_t computed = 0, published_end = 0;
+    uint64_t chain = 0;  // as in Slot
+    int32_t holes = 0;  // of the shared blocks, those at the beginning that it never sees
+  };
+  Start start(const Sequence& sequence, const Sequence* source, int32_t shared) const;
   void note_scheduled(Request& request, int32_t cached_tokens, int64_t now_ns);
 
+  const SchedulerConfig& config_;
   Roster& roster_;
   const Pace& pace_;
   int32_t block_size_, max_num_batched_tokens_, max_delta_blocks_;

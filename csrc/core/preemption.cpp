@@ -77,7 +77,7 @@ void Preemption::measure_blocks(const StepPlan& plan) {
     Tenant* tenant = slot->sequence->request->tenant;
     if (tenant == nullptr || slot->state != SequenceState::kRunning) continue;
     const bool first = tenant->blocks == 0;
-    for (const int32_t block : roster_.tables().blocks(roster_.index(*slot))) {
+    for (const int32_t block : roster_.tables().held(roster_.index(*slot))) {
       tenant->blocks += Tenant::kBlock / roster_.blocks().ref_count(block);
     }
     beyond_share(*slot) = !first && tenant->blocks > share;
@@ -99,7 +99,8 @@ bool Preemption::step_back(const Sequence& sequence, const StepPlan& plan) {
 }
 
 void Preemption::yield(Slot& slot) {
-  roster_.waiting().step_back(*slot.sequence->request->tenant, roster_.tables().length(roster_.index(slot)) * Tenant::kBlock);
+  const auto held = static_cast<int64_t>(roster_.tables().held(roster_.index(slot)).size());
+  roster_.waiting().step_back(*slot.sequence->request->tenant, held * Tenant::kBlock);
   preempt(*slot.sequence);
 }
 

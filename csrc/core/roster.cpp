@@ -37,17 +37,16 @@ void Roster::dequeue(const Sequence& sequence) {
 
 // ---- a sequence that runs ------------------------------------------------------------------------------------------
 
-Slot& Roster::take_slot(Sequence& sequence, std::span<const int32_t> shared) {
+Slot& Roster::take_slot(Sequence& sequence, std::span<const int32_t> shared, int32_t holes) {
   waiting_.remove(&sequence);
   blocked_.sequence = nullptr;
   sequence.slot = free_slots_.back();
   free_slots_.pop_back();
   waiting_.took_slot(sequence);
   ++changes_;
-  for (const int32_t block : shared) {
-    blocks_.retain(block);
-    tables_.append(sequence.slot, block);
-  }
+  for (const int32_t block : shared) tables_.append(sequence.slot, block);
+  tables_.let_go(sequence.slot, holes);
+  for (const int32_t block : tables_.held(sequence.slot)) blocks_.retain(block);
   return slot_of(sequence) = Slot(sequence);
 }
 
@@ -156,13 +155,13 @@ void Roster::fail(Sequence& sequence, FinishReason reason, Outbox& outbox, int64
 
 // The blocks that the sequence alone holds come back.
 void Roster::expect_blocks(Sequence& sequence) {
-  for (const int32_t block : tables_.blocks(sequence.slot)) sequence.blocks_coming += blocks_.ref_count(block) == 1;
+  for (const int32_t block : tables_.held(sequence.slot)) sequence.blocks_coming += blocks_.ref_count(block) == 1;
   blocks_coming_ += sequence.blocks_coming;
 }
 
 // Deepest block first: of a cached prefix the end is evicted before the beginning.
 void Roster::release_blocks(int32_t slot) {
-  const auto held = tables_.blocks(slot);
+  const auto held = tables_.held(slot);
   for (auto block = held.rbegin(); block != held.rend(); ++block) blocks_.release(*block);
   tables_.clear(slot);
 }

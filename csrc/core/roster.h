@@ -71,6 +71,8 @@ class Roster {
                                 (slot_of(sequence).in_flight > 0 || (placement_ != nullptr && placement_->in_use(sequence.slot))));
   }
   PublishedBlocks published(const Slot& slot) const { return {blocks_, tables_, index(slot)}; }
+  // A step that is planned will give so many blocks back; or, negative, has done so.
+  void expect_blocks(int32_t count) { blocks_coming_ += count; }
   // Blocks that sequences are about to give back: nobody need be preempted for these.
   int32_t blocks_coming() const { return blocks_coming_ + (tier_ != nullptr ? tier_->blocks_coming() : 0); }
   // Grows with each sequence that comes or goes.
@@ -89,8 +91,9 @@ class Roster {
 
   // ---- a sequence that runs
 
-  // Takes it from the queue and gives it a free slot with these blocks, which somebody else may hold too.
-  Slot& take_slot(Sequence& sequence, std::span<const int32_t> shared);
+  // Takes it from the queue and gives it a free slot with these blocks, which somebody else may hold too; the first `holes`
+  // of them are such, and not held.
+  Slot& take_slot(Sequence& sequence, std::span<const int32_t> shared, int32_t holes);
   // From now on it is among those that run. Precondition: compact().
   void run(Slot& slot);
   // Appends a token, or fails the sequence where there is none. The token may be the last one.
@@ -137,7 +140,7 @@ class Roster {
   std::vector<int32_t> free_slots_;
   FairQueue waiting_;
   Blocked blocked_;
-  int32_t blocks_coming_ = 0;     // of sequences that retire, or leave for the host
+  int32_t blocks_coming_ = 0;     // of sequences that retire, or leave for the host, and of steps
   int32_t retiring_ = 0;          // sequences that still hold something but run no more
   bool running_changed_ = false;  // some of running_ run no more
   uint64_t changes_ = 1;

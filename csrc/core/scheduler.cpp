@@ -12,7 +12,7 @@ Scheduler::Scheduler(const SchedulerConfig& config)
       roster_(config),
       pace_(config, roster_),
       extras_(config, roster_),
-      admission_(config, roster_, pace_),
+      admission_(config_, roster_, pace_),
       preemption_(config, roster_),
       publisher_(roster_) {
   copied_from_.assign(static_cast<size_t>(config.num_blocks), -1);
@@ -276,7 +276,24 @@ bool Scheduler::reserve_blocks(Slot& slot, int32_t num_tokens, StepPlan& plan) {
   for (int32_t i = held; i < wanted; ++i) roster_.tables().append(row, roster_.blocks().allocate());
   if (wanted > held) slot.capacity = wanted * config_.block_size;
   slot.forked = false;
+  if (config_.window > 0) let_go_unseen(slot, plan);
   return true;
+}
+
+// Lets go of blocks that no row of the sequence sees any more, from the one that is about to be planned on. Rows in flight may
+// see them: the blocks come back when this step is over. A step whose tokens come to nothing is computed again from the last
+// known token.
+void Scheduler::let_go_unseen(Slot& slot, StepPlan& plan) {
+  const int32_t row = roster_.index(slot), first = roster_.tables().first_held(row);
+  const int32_t end = config_.unseen_blocks(std::min(slot.computed, slot.num_tokens() - 1), slot.published_end);
+  if (end <= first) return;
+  slot.sequence->tokens.settle(slot.tail, roster_.published(slot));  // some of its tokens may be with these blocks alone
+  for (const int32_t block : roster_.tables().held(row).first(static_cast<size_t>(end - first))) {
+    plan.held_blocks.push_back(block);
+    plan.blocks_coming += roster_.blocks().ref_count(block) == 1;
+    roster_.expect_blocks(roster_.blocks().ref_count(block) == 1);
+  }
+  roster_.tables().let_go(row, end);
 }
 
 void Scheduler::copy_shared(const Slot& slot, int32_t entry, StepPlan& plan) {
@@ -335,6 +352,7 @@ inline void Scheduler::retire_rows(const StepPlan& plan, Outbox& outbox, OnPlain
     }
   }
   for (const int32_t block : plan.held_blocks) roster_.blocks().release(block);
+  roster_.expect_blocks(-plan.blocks_coming);
   roster_.compact();
 }
 

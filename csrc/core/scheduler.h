@@ -111,6 +111,7 @@ class Scheduler {
   bool reserve_blocks(Slot& slot, int32_t num_tokens, StepPlan& plan);
   int32_t count_missing(const Slot& slot, int32_t num_tokens) const;
   void copy_shared(const Slot& slot, int32_t entry, StepPlan& plan);
+  void let_go_unseen(Slot& slot, StepPlan& plan);
 
   // commit()
   template <typename OnPlainRow, typename OnRow>

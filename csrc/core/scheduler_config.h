@@ -36,6 +36,18 @@ struct SchedulerConfig {
 #define FIELDS "core/scheduler_config.inl"
 #include "core/record.inl"
 
+  // The window behind which running sequences let go of blocks; 0: they keep all. Sequences that may move to the host keep
+  // all: there their tables have no holes.
+  int32_t window_of_blocks() const { return hybrid.any() ? 0 : window; }
+  // Entries at the beginning of a sequence's block table that no later query sees, the first of which is at `position`. Blocks
+  // that the prefix cache does not know yet are not among them, nor the last that it knows, which names the next.
+  int32_t unseen_blocks(int32_t position, int32_t published_end) const {
+    const int32_t seen = window_of_blocks();
+    if (seen == 0 || position < seen) return 0;
+    const int32_t unseen = (position - seen + 1) / block_size;
+    return prefix_caching ? std::clamp(published_end / block_size - 1, 0, unseen) : unseen;
+  }
+
   // The most that a request may have as tokens_per_step: then every sequence may decode in one step. A slot has a byte for
   // all that kMostStepsInFlight may append.
   static constexpr int kMostStepsInFlight = 8, kMostStepTokens = 15;

@@ -19,3 +19,4 @@ FIELD(StepCosts, costs, {})         // with none known, targets are not heeded
 FIELD(ItlTargets, targets, {})
 FIELD(int32_t, paced_chunk_size, 0)  // in place of prefill_chunk_size where a target decides; 0: no limit but the step's
 FIELD(HybridConfig, hybrid, {})      // needs host blocks
+FIELD(int32_t, window, 0)  // tokens that the layers with keys and values see, the most that one does; 0: one sees all

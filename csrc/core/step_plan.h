@@ -40,7 +40,8 @@ struct StepPlan {
   std::vector<BlockCopy> copies;  // run, in any order, before the forward pass reads or writes any KV
   std::vector<int32_t> filled_slots;  // slots whose sampling state the executor needs
   std::vector<int32_t> full_rows;  // rows, as indices, that may complete a block
-  std::vector<int32_t> held_blocks;  // replaced by copies: kept from reuse until the step has retired
+  std::vector<int32_t> held_blocks;  // replaced by copies, or seen no more: kept from reuse until the step has retired
+  int32_t blocks_coming = 0;  // of these, those that nobody else held
   int32_t num_tokens = 0;
   int32_t num_decode_rows = 0;
   int32_t num_samples = 0;
@@ -72,7 +73,7 @@ struct StepPlan {
     held_blocks.clear();
     host_rows.clear();
     num_tokens = num_decode_rows = num_samples = num_scored = num_delta_blocks = 0;
-    num_result_words = num_update_words = 0;
+    num_result_words = num_update_words = blocks_coming = 0;
     attended = decode_attended = predicted_ns = 0;
     chunks_ns = 0;
     needs = 0;

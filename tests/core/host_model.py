@@ -103,7 +103,7 @@ class HostModel:
     def _check_holders(self) -> None:
         """Reference counts are those of the sequences' tables and of copies under way."""
         holders = [s for s in self._sequences() if s.blocks]
-        counts = Counter(block for s in holders for block in s.blocks)
+        counts = Counter(block for s in holders for block in s.held)
         counts.update(block for step in self.flight for block in step.held)
         counts.update(self.native.held_by_tier)
         assert self.native.ref_counts == [counts[block] for block in range(self.limits.num_blocks)]

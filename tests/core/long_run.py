@@ -43,6 +43,11 @@ WALKS = {
     "serial tenants": Limits(num_blocks=12, max_num_seqs=8, steps_in_flight=1, tenants=3),
     "tenants and a host tier": Limits(num_blocks=10, max_num_seqs=5, num_host_blocks=50, tenants=3),
     "tenants and host rows": Limits(num_blocks=10, max_num_seqs=6, num_host_blocks=60, lanes=2, tenants=2),
+    "window": Limits(num_blocks=14, max_num_seqs=6, max_model_len=150, window=20, max_num_batched_tokens=24),
+    "window, no prefix cache": Limits(num_blocks=9, max_num_seqs=5, max_model_len=144, window=1, prefix_caching=False),
+    "window and a host tier": Limits(num_blocks=11, num_host_blocks=40, max_model_len=150, window=33),
+    "window and tenants": Limits(num_blocks=16, max_num_seqs=6, max_model_len=150, window=16, tenants=3),
+    "window and host rows": Limits(num_blocks=10, max_num_seqs=6, num_host_blocks=60, lanes=2, window=17),
     "paced in vain": Limits(num_blocks=14, max_num_batched_tokens=48, target_itl_ns=1),
 }
 
@@ -193,6 +198,7 @@ def random_limits(rng: random.Random) -> Limits:
         lanes=lanes,
         layers=rng.randint(1, 4),
         tenants=rng.choice([0, 0, 2, 5]),
+        window=rng.choice([0, 0, 1, 20, 50]),
     )
 
 

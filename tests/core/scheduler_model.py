@@ -54,6 +54,7 @@ class CheckedScheduler(TenantModel, HybridModel):
                 costs=COSTS,
                 targets=_core.ItlTargets(ns=limits.target_itl_ns),
                 hybrid=_core.HybridConfig(lanes=limits.lanes, layers=limits.layers, job_timeout_ns=JOB_TIMEOUT),
+                window=limits.window,
             ),
             limits.steps_in_flight,
         )
@@ -272,10 +273,13 @@ class CheckedScheduler(TenantModel, HybridModel):
             self.saw["copy"] += 1
         touched: set[tuple[int, int]] = set()
         on_device = [row for row in step.rows if not row.lane]
+        replaced, let_go = [], []
         for row in on_device:
-            step.held += self._replaced(row)
+            replaced += self._replaced(row)
+            let_go += self._let_go(row)
             self._write(row, touched)
-        assert len(step.held) == len(step.copies)
+        assert len(replaced) == len(step.copies)
+        step.held = replaced + let_go
         step.written = {block for block, _ in touched}
         for row in on_device:
             self._read_back(row)
@@ -298,6 +302,21 @@ class CheckedScheduler(TenantModel, HybridModel):
             return []  # begins with a block of its own
         first = row.context_len // BLOCK_SIZE
         return [old for old, new in zip(before[first:], row.blocks[first:], strict=False) if old != new]
+
+    def _let_go(self, row: Row) -> list[int]:
+        """Blocks that the row's sequence held before, and that no query sees from this row on."""
+        s, window = row.sequence, 0 if self.limits.lanes else self.limits.window
+        holes = row.blocks.count(-1)
+        assert all(block == -1 for block in row.blocks[:holes]), "a hole behind a block"
+        assert holes == 0 or (window and holes * BLOCK_SIZE <= row.context_len - window + 1), "a block is still seen"
+        if s.state is not State.RUNNING:
+            return []
+        self.saw["let go"] += holes - s.blocks.count(-1)
+        # No more than the window is held, with what rows in flight compute or the prefix cache is still to learn.
+        behind = self.limits.steps_in_flight * self.limits.max_num_batched_tokens + 3 * BLOCK_SIZE
+        most = window + row.query_len + behind
+        assert not window or len(row.blocks) - holes <= -(-most // BLOCK_SIZE), "more is held than the window"
+        return [block for block in s.blocks[:holes] if block >= 0]
 
     def _write(self, row: Row, touched: set[tuple[int, int]]) -> None:
         s = row.sequence
@@ -327,10 +346,12 @@ class CheckedScheduler(TenantModel, HybridModel):
 
     def _read_back(self, row: Row) -> None:
         end = row.context_len + row.query_len
-        for i in range(-(-end // BLOCK_SIZE)):
-            start = i * BLOCK_SIZE
-            length = min(BLOCK_SIZE, end - start)
-            seen, right = self.kv[row.blocks[i]][:length], row.sequence.kv[start : start + length]
+        first = max(0, row.context_len - self.limits.window + 1) if self.limits.window else 0
+        for i in range(first // BLOCK_SIZE, -(-end // BLOCK_SIZE)):
+            start = max(first, i * BLOCK_SIZE)
+            length = min((i + 1) * BLOCK_SIZE, end) - start
+            at = start % BLOCK_SIZE
+            seen, right = self.kv[row.blocks[i]][at : at + length], row.sequence.kv[start : start + length]
             assert seen == right, f"block {row.blocks[i]} holds {seen}, sequence {row.sequence.key} wrote {right}"
 
     def _check_reuse(self, step: Step) -> None:

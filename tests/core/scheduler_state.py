@@ -28,6 +28,7 @@ class Limits:
     lanes: int = 0
     layers: int = 2  # of the model that host rows pass
     tenants: int = 0  # whose requests come; 0: those of none
+    window: int = 0  # tokens that every layer sees; 0: all
 
     @property
     def longest(self) -> int:
@@ -84,7 +85,7 @@ class ModelSequence:
     truth: list[int]  # all tokens, those included that steps in flight are sampling
     kv: list[int]  # what the KV cache must hold for them
     state: State
-    blocks: list[int] = field(default_factory=list)
+    blocks: list[int] = field(default_factory=list)  # -1: let go
     computed: int = 0
     in_flight: int = 0
     on_device: bool = False
@@ -95,6 +96,10 @@ class ModelSequence:
     @property
     def key(self) -> tuple[int, int, int]:
         return self.request.order, self.request.number, self.index
+
+    @property
+    def held(self) -> list[int]:
+        return [block for block in self.blocks if block >= 0]
 
     @property
     def alive(self) -> bool:
@@ -156,6 +161,6 @@ class Row:
 class Step:
     rows: list[Row]
     copies: list[Copy]
-    held: list[int]  # blocks that copies replaced: kept until the step has retired
+    held: list[int]  # blocks that copies replaced, or that are seen no more: kept until the step has retired
     written: set[int]
     lanes: list[tuple[int, ModelSequence]] = field(default_factory=list)  # stage and host row

@@ -56,7 +56,7 @@ class TenantModel:
         running = [s for s in self._sequences() if s.state is State.RUNNING]
         held: Holdings = Counter()
         for s in running:
-            held[s.request.tenant] += sum(WHOLE // counts[block] for block in s.blocks)
+            held[s.request.tenant] += sum(WHOLE // counts[block] for block in s.held)
         return held
 
     def _may_take(self, tenant: int, slots: Counter[int]) -> bool:

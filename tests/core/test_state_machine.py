@@ -107,6 +107,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             lanes=st.sampled_from([0, 1, 3]),
             layers=st.integers(1, 3),
             tenants=st.sampled_from([0, 2, 3]),
+            window=st.sampled_from([0, 0, 1, 16, 30]),
         ).filter(is_possible)
     )
     def create(self, limits: Limits) -> None:
@@ -229,6 +230,8 @@ def test_scheduler_on_a_random_walk(name: str) -> None:
         assert all(saw[what] for what in ("block to the host", "block from the host", "failed move", "load"))
     if scheduler.limits.lanes:
         assert all(saw[what] for what in HYBRID)
+    if scheduler.limits.window:
+        assert (saw["let go"] > 0) == (not lanes)
     if scheduler.limits.tenants:
         assert saw["gave way to a tenant"]
 

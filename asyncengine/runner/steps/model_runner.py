@@ -74,6 +74,7 @@ class LoadedModel:
             num_kv_blocks=num_blocks,
             num_host_kv_blocks=num_host_blocks,
             num_kv_layers=len(self.config.kv_specs),
+            window=self.config.longest_window,
             can_decode_on_host=not self.host_obstacle,
             host_obstacle=self.host_obstacle,
             fingerprint="" if config.disk_kv_path is None else self._fingerprint(config),
