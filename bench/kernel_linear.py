@@ -127,9 +127,9 @@ def ours(ops: CudaOps, p: Projection, a: Operands) -> object:
     if p.name == "head":
         return ops.logits(Residual(a.x), a.norm, a.handle, a.batch)
     if p.normed:
-        return ops.norm_linear(Residual(a.x), a.norm, a.handle, p.activation)
+        return ops.norm_linear(Residual(a.x), a.norm, a.handle, a.batch, p.activation)
     residual = Residual(a.residual)
-    ops.linear_add_(a.x, a.handle, residual)
+    ops.linear_add_(a.x, a.handle, residual, a.batch)
     return norm_behind(residual, a.norm, pdl=ops.options.pdl)  # adds up what a plan leaves
 
 

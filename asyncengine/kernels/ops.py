@@ -159,33 +159,57 @@ def split_heads(heads: Tensor, num_heads: int) -> tuple[Tensor, Tensor, Tensor]:
     return heads[:, :num_heads], heads[:, num_heads:last], heads[:, last:]
 
 
-Reduction: TypeAlias = Callable[[Tensor], None]
-"""Adds up a product [T, N] over the ranks that hold a model together, in place."""
-
-
 class Batch:
     """A step. This and the next two are what a model sees of a package's own types: it only hands them on."""
 
 
 class Residual:
-    """The residual of a step's tokens, [T, H]: every block of a model reads it and adds to it."""
+    """The residual of a step's tokens, [T, H]: every block of a model reads it and adds to it.
+
+    Its rows are the step's tokens in their order; after ``keep_sampled`` they may be those that are sampled from.
+    """
 
 
 class Handle:
     """Weights, in the form that a package multiplies with or looks up."""
 
 
+class Routing(NamedTuple):
+    """The experts that compute a step's rows."""
+
+    weights: Tensor
+    """[T, top_k]: the factor on an expert's result"""
+    ids: Tensor
+    """int64 [T, top_k]: indices of experts, different ones in a row"""
+
+
 BatchT = TypeVar("BatchT", contravariant=True)
 ResidualT = TypeVar("ResidualT")
 HandleT = TypeVar("HandleT")
+
+Reduction: TypeAlias = Callable[[Tensor, Any], None]
+"""Adds up a product [T, N] of a step over the ranks that hold a model together, in place. It is handed the batch."""
+
+
+@dataclass(frozen=True, slots=True)
+class Experts(Generic[HandleT]):
+    """Feed-forward blocks among which rows are distributed: down · activation(up · x)."""
+
+    up: tuple[HandleT, ...]
+    down: tuple[HandleT, ...]
+    activation: Activation
 
 
 class Ops(Protocol[BatchT, ResidualT, HandleT]):
     """A transformer as its machine sees it: a residual, read through norms and added to.
 
     A package names its own types for a step, a residual and the handle of a weight; models use ``ModelOps``, in which
-    these are opaque. Activations are [tokens, features] in the model's dtype. The result of an operation is good until
-    it is called again.
+    these are opaque. Every operation is told the batch, since it may differ by row or by step. Activations are
+    [tokens, features] in the model's dtype. The result of an operation is good until it is called again.
+
+    Most blocks need ``norm_linear``, ``attention`` and ``linear_add_``, which kernels fuse with their surroundings.
+    ``normed``, ``linear``, ``add_``, ``plain``, ``input_ids`` and ``positions`` are for blocks that compute with
+    tensors of their own.
     """
 
     device: device
@@ -193,7 +217,7 @@ class Ops(Protocol[BatchT, ResidualT, HandleT]):
     """Keys are [num_blocks, Hk, D, block_size] instead of, like the values, [num_blocks, Hk, block_size, D]."""
 
     reduction: Reduction | None
-    """Called by ``linear_add_`` for its product, before norm and addition; None for one rank."""
+    """Called by ``linear_add_`` and ``add_`` for what they add, before norm and addition; None for one rank."""
 
     def make_linear(self, weights: Sequence[PackedWeight], biases: Sequence[Tensor | None]) -> HandleT:
         """A handle for weights [N_i, K] that share their input, and whose results lie side by side: N = sum of N_i.
@@ -212,6 +236,9 @@ class Ops(Protocol[BatchT, ResidualT, HandleT]):
         are copied there anyway. Otherwise it is read where the file is mapped.
         """
 
+    def make_experts(self, up: PackedWeight, down: PackedWeight, activation: Activation) -> Experts[HandleT]:
+        """A handle for ``experts`` with weights [E, N, K] and [E, H, I]. N is I, or 2 I for a gated activation."""
+
     def embed(
         self, batch: BatchT, embedding: HandleT, position_table: Tensor | None = None, scale: float = 1.0
     ) -> ResidualT:
@@ -221,7 +248,12 @@ class Ops(Protocol[BatchT, ResidualT, HandleT]):
         """
 
     def norm_linear(
-        self, residual: ResidualT, norm: Norm | None, handle: HandleT, activation: Activation | None = None
+        self,
+        residual: ResidualT,
+        norm: Norm | None,
+        handle: HandleT,
+        batch: BatchT,
+        activation: Activation | None = None,
     ) -> Any:
         """The normed residual times the handle's weights, transposed: a Tensor [T, N].
 
@@ -230,11 +262,35 @@ class Ops(Protocol[BatchT, ResidualT, HandleT]):
         ``linear_add_`` reads.
         """
 
-    def linear_add_(self, x: Any, handle: HandleT, residual: ResidualT, norm: Norm | None = None) -> None:
+    def linear_add_(
+        self, x: Any, handle: HandleT, residual: ResidualT, batch: BatchT, norm: Norm | None = None
+    ) -> None:
         """residual += x times the handle's weights, transposed; x [T, K] may be what ``norm_linear`` activated.
 
         With a norm the residual grows by the norm of the product.
         """
+
+    def normed(self, residual: ResidualT, norm: Norm, batch: BatchT) -> Tensor:
+        """The normed residual [T, H]."""
+
+    def linear(self, x: Tensor, handle: HandleT, batch: BatchT) -> Tensor:
+        """x [T, K] times the handle's weights, transposed: [T, N]."""
+
+    def experts(self, x: Tensor, routing: Routing, experts: Experts[HandleT], batch: BatchT) -> Tensor:
+        """The results [T, H] of each row's experts for x [T, K], times their weights, added up in float32."""
+
+    def add_(self, x: Tensor, residual: ResidualT, batch: BatchT, norm: Norm | None = None) -> None:
+        """residual += x [T, H], or the norm of x. It may overwrite x, and may come to it only when the residual is
+        read."""
+
+    def plain(self, residual: ResidualT, batch: BatchT) -> Tensor:
+        """The residual's rows [T, H], with all that was added. To write to them changes the residual."""
+
+    def input_ids(self, batch: BatchT) -> Tensor:
+        """The token ids of the step, integers [T]."""
+
+    def positions(self, batch: BatchT) -> Tensor:
+        """The positions of the step's tokens in their sequences, integers [T]."""
 
     def attention(self, heads: Tensor, layer: AttentionLayer, cache: LayerKVCache, batch: BatchT) -> Tensor:
         """Causal attention of a step over the cache, its own tokens included: [T, num_heads * D].

@@ -37,7 +37,7 @@ class Mixer(Protocol):
 class FeedForward(Protocol):
     """The block of a layer in which each token is by itself."""
 
-    def forward(self, ops: ModelOps, residual: Residual) -> None:
+    def forward(self, ops: ModelOps, residual: Residual, batch: Batch) -> None:
         """Add to the residual."""
 
 
@@ -51,12 +51,12 @@ class AttentionBlock(NamedTuple):
     output_norm: Norm | None = None
 
     def forward(self, ops: ModelOps, residual: Residual, cache: LayerKVCache, batch: Batch, is_last: bool) -> None:
-        heads = ops.norm_linear(residual, self.norm, self.qkv)
+        heads = ops.norm_linear(residual, self.norm, self.qkv, batch)
         x = ops.attention(heads, self.layer, cache, batch)
         ops.exchange(heads, x, residual, self.layer, cache, batch)
         if is_last:
             x = ops.keep_sampled(x, residual, batch)
-        ops.linear_add_(x, self.output, residual, self.output_norm)
+        ops.linear_add_(x, self.output, residual, batch, self.output_norm)
 
 
 class MLPBlock(NamedTuple):
@@ -68,9 +68,9 @@ class MLPBlock(NamedTuple):
     down: Handle
     output_norm: Norm | None = None
 
-    def forward(self, ops: ModelOps, residual: Residual) -> None:
-        x = ops.norm_linear(residual, self.norm, self.up, self.activation)
-        ops.linear_add_(x, self.down, residual, self.output_norm)
+    def forward(self, ops: ModelOps, residual: Residual, batch: Batch) -> None:
+        x = ops.norm_linear(residual, self.norm, self.up, batch, self.activation)
+        ops.linear_add_(x, self.down, residual, batch, self.output_norm)
 
 
 class DecoderLayer(NamedTuple):
@@ -79,7 +79,7 @@ class DecoderLayer(NamedTuple):
 
     def forward(self, ops: ModelOps, residual: Residual, cache: LayerCache, batch: Batch, is_last: bool) -> None:
         self.mixer.forward(ops, residual, cache, batch, is_last)
-        self.feed_forward.forward(ops, residual)
+        self.feed_forward.forward(ops, residual, batch)
 
 
 class Decoder:

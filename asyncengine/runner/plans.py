@@ -20,7 +20,7 @@ from asyncengine.kernels.cuda.linear.residual import Residual
 from asyncengine.kernels.cuda.ops import CudaBatch, CudaOps
 from asyncengine.kernels.cuda.step.tensors import allocate_step
 from asyncengine.kernels.cuda.trials import examine
-from asyncengine.kernels.ops import Activation, AttentionLayer, LayerKVCache, Norm
+from asyncengine.kernels.ops import Activation, AttentionLayer, Experts, LayerKVCache, Norm, Routing
 from asyncengine.runner.cuda_runner import cuda_options
 from asyncengine.runner.state.memory import without_memory
 from asyncengine.runner.steps.buckets import ANY_CONTEXT, Bucket
@@ -35,7 +35,7 @@ class Projection:
     """A kind of projection of a step, and how it is computed."""
 
     name: str
-    """qkv, o, up, down, head; greedy head, of a step whose rows are all sampled greedily"""
+    """qkv, o, up, down, linear, head; greedy head, of a step whose rows are all sampled greedily"""
     site: Site
     choice: Choice
 
@@ -136,16 +136,37 @@ class _PlanOps(CudaOps):
         return Residual(table.new_empty(len(batch.step.input_ids), table.shape[1]))
 
     def norm_linear(
-        self, residual: Residual, norm: Norm | None, handle: CudaLinear, activation: Activation | None = None
+        self,
+        residual: Residual,
+        norm: Norm | None,
+        handle: CudaLinear,
+        batch: CudaBatch,
+        activation: Activation | None = None,
     ) -> Tensor:
         handle = handle if activation is None else handle.exact()
         fused = fused_activation(activation)
-        self._note("up" if activation else "qkv", handle, residual, len(residual.x), norm, fused)
+        self._note("up" if activation else "qkv", handle, residual.x, len(residual.x), norm, fused)
         return residual.x.new_empty(len(residual.x), min(handle.columns(fused), handle.out_features))
 
-    def linear_add_(self, x: Any, handle: CudaLinear, residual: Residual, norm: Norm | None = None) -> None:
+    def linear_add_(
+        self, x: Any, handle: CudaLinear, residual: Residual, batch: CudaBatch, norm: Norm | None = None
+    ) -> None:
         name = "o" if x is self._heads else "down"
-        self._note(name, handle.exact(), residual, len(residual.x), None, None, add=norm is None)
+        self._note(name, handle.exact(), residual.x, len(residual.x), None, None, add=norm is None)
+
+    def normed(self, residual: Residual, norm: Norm, batch: CudaBatch) -> Tensor:
+        return torch.empty_like(residual.x)
+
+    def linear(self, x: Tensor, handle: CudaLinear, batch: CudaBatch) -> Tensor:
+        handle = handle.exact()
+        self._note("linear", handle, x, len(x), None, None)
+        return x.new_empty(len(x), handle.out_features)
+
+    def experts(self, x: Tensor, routing: Routing, handle: Experts[CudaLinear], batch: CudaBatch) -> Tensor:
+        return torch.empty_like(x)
+
+    def add_(self, x: Tensor, residual: Residual, batch: CudaBatch, norm: Norm | None = None) -> None:
+        pass
 
     def attention(self, heads: Tensor, layer: AttentionLayer, cache: LayerKVCache, batch: CudaBatch) -> Tensor:
         self._heads = heads.new_empty(len(heads), 1)
@@ -156,16 +177,16 @@ class _PlanOps(CudaOps):
     ) -> Tensor:
         rows = len(batch.step.sample_index)
         if not batch.needs and rows > 1 and self.gpu.tma:
-            self._note("greedy head", handle, residual, rows, norm, "argmax")
+            self._note("greedy head", handle, residual.x, rows, norm, "argmax")
         else:
-            self._note("head", handle, residual, rows, norm, None)
+            self._note("head", handle, residual.x, rows, norm, None)
         return residual.x
 
     def _note(
-        self, name: str, handle: CudaLinear, residual: Residual, rows: int, norm: Norm | None, fused: Fused | None,
+        self, name: str, handle: CudaLinear, x: Tensor, rows: int, norm: Norm | None, fused: Fused | None,
         *, add: bool = False,
     ) -> None:  # fmt: skip
-        site = handle.site(rows, residual.x.dtype, norm, fused, add=add)
+        site = handle.site(rows, x.dtype, norm, fused, add=add)
         projection = Projection(name, site, self.choices.choice(site))
         if projection not in self.step.projections:
             self.step.projections.append(projection)

@@ -25,7 +25,7 @@ from asyncengine.kernels.weight import dense
 from tests.gpu.conftest import needs_hopper
 from tests.kernels.poison import poison_new_memory, surrounded, taken
 from tests.kernels.test_linear import Case
-from tests.kernels.twins import activated, assert_within
+from tests.kernels.twins import NO_STEP, activated, assert_within
 
 pytestmark = needs_hopper
 
@@ -271,11 +271,11 @@ def test_many_rows_as_a_model_calls_them(device: torch.device, family: str, rows
         ops = CudaOps(device, CudaOptions(pdl=True, gpu=replace(examine(device), tma=tma)))
         o, up, down, qkv = (ops.make_linear([dense(w)], [b]) for w, b in zip(weights, biases, strict=True))
         residual = Residual(stream.clone())
-        ops.linear_add_(x, o, residual)
+        ops.linear_add_(x, o, residual, NO_STEP)
         assert (residual.state == "put off") == tma
-        wide = ops.norm_linear(residual, norms[0], up, "gelu_tanh" if layer else "silu_mul")
-        ops.linear_add_(wide, down, residual)
-        heads = ops.norm_linear(residual, norms[1], qkv)
+        wide = ops.norm_linear(residual, norms[0], up, NO_STEP, "gelu_tanh" if layer else "silu_mul")
+        ops.linear_add_(wide, down, residual, NO_STEP)
+        heads = ops.norm_linear(residual, norms[1], qkv, NO_STEP)
         return [heads, residual.settle()]
 
     for got, expected in zip(run(tma=True), run(tma=False), strict=True):

@@ -41,10 +41,10 @@ for hidden, width, heads, up, layer, activation in (
     for rows in (1, 8, 64) if quantization == "fp8" else (1, 8, 64, 320):
         batch = CudaBatch(allocate_step(1, 1, min(rows, 8), rows, ops.device))
         residual = ops.embed(batch, embedding, random(8, hidden) if layer else None)
-        ops.norm_linear(residual, norm, qkv)
-        ops.linear_add_(random(rows, width), o, residual)
-        y = ops.norm_linear(residual, norm, wide, activation)
-        ops.linear_add_(y, down, residual)
+        ops.norm_linear(residual, norm, qkv, batch)
+        ops.linear_add_(random(rows, width), o, residual, batch)
+        y = ops.norm_linear(residual, norm, wide, batch, activation)
+        ops.linear_add_(y, down, residual, batch)
         ops.logits(residual, norm, head, batch, softcap=30.0)
 for name, kernel in compiled.items():
     assert kernel.metadata.shared <= gpu.shared_bytes, name

@@ -161,10 +161,10 @@ for rows, hidden, width, heads, layer, activation in (
     def linear(n, k): return ops.make_linear([dense(random(n, k))], [random(n) if layer else None])
 
     stream = Residual(random(rows, hidden))
-    ops.linear_add_(random(rows, width), linear(hidden, width), stream)
-    y = ops.norm_linear(stream, norm, linear(up_rows, hidden), activation)
-    ops.linear_add_(y, linear(hidden, 3072), stream)
-    ops.norm_linear(stream, norm, linear(heads, hidden))
+    ops.linear_add_(random(rows, width), linear(hidden, width), stream, None)
+    y = ops.norm_linear(stream, norm, linear(up_rows, hidden), None, activation)
+    ops.linear_add_(y, linear(hidden, 3072), stream, None)
+    ops.norm_linear(stream, norm, linear(heads, hidden), None)
     stream.settle()
 for name, kernel in compiled.items():
     print(":".join([name.split()[0], *spills(kernel)]))

@@ -16,6 +16,7 @@ from asyncengine.kernels.cpu.base import Residual
 from asyncengine.kernels.cpu.ops import CpuOps
 from asyncengine.kernels.ops import Activation, AttentionCall, AttentionLayer, LayerKVCache, Norm, split_heads
 from asyncengine.kernels.weight import dense
+from tests.kernels.twins import NO_STEP
 
 ISAS = _core.CpuKernels.available_isas()
 DTYPES = [torch.float32, torch.bfloat16]
@@ -72,8 +73,8 @@ def test_linear(ops: CpuOps, dtype: torch.dtype, rows: int, k: int) -> None:
     for w, b in zip(weights, biases, strict=True):
         expected.append(F.linear(x.double(), w.double(), None if b is None else b.double()))
         scale.append(x.double().abs() @ w.double().abs().T)
-    assert_near(ops.linear(x, handle), torch.cat(expected, 1), torch.cat(scale, 1))
-    logits = ops.linear(x, handle, out_dtype=torch.float32)
+    assert_near(ops.multiply(x, handle), torch.cat(expected, 1), torch.cat(scale, 1))
+    logits = ops.multiply(x, handle, out_dtype=torch.float32)
     assert logits.dtype == torch.float32
     assert_near(logits, torch.cat(expected, 1), torch.cat(scale, 1))
 
@@ -87,7 +88,7 @@ def test_linear_of_transposed_weights_is_the_same(ops: CpuOps, dtype: torch.dtyp
     plain = ops.make_linear([dense(w.T.contiguous()) for w in stored], biases)
     panels = ops.make_linear([dense(w.T) for w in stored], biases)
     for out_dtype in (dtype, torch.float32):
-        assert_same(ops.linear(x, panels, out_dtype), ops.linear(x, plain, out_dtype))
+        assert_same(ops.multiply(x, panels, out_dtype), ops.multiply(x, plain, out_dtype))
 
 
 @pytest.mark.parametrize("k", [1, 64, 769])
@@ -100,7 +101,7 @@ def test_embedding_that_is_the_head_too(ops: CpuOps, dtype: torch.dtype, k: int,
     assert_same(ops.embed(batch, embedding).x, table[ids])
     assert_same(ops.embed(batch, embedding, positions).x, table[ids] + positions[places])
     x = random(16, k, dtype=dtype, seed=9)
-    assert_same(ops.linear(x, embedding, torch.float32), ops.linear(x, ops.make_head(dense(table)), torch.float32))
+    assert_same(ops.multiply(x, embedding, torch.float32), ops.multiply(x, ops.make_head(dense(table)), torch.float32))
 
 
 @pytest.mark.parametrize("k", [33, 768, 2050])
@@ -109,12 +110,12 @@ def test_linear_does_not_depend_on_batch_or_threads(ops: CpuOps, dtype: torch.dt
     biases = [random(101, dtype=dtype, seed=3), None]
     x = random(300, k, dtype=dtype, seed=4)
     handle = ops.make_linear([dense(w) for w in weights], biases)
-    alone = torch.cat([ops.linear(x[i : i + 1], handle) for i in range(300)])
+    alone = torch.cat([ops.multiply(x[i : i + 1], handle) for i in range(300)])
     for threads in (1, 2, 3):
         other = make_ops(ops.isa, threads)
         for rows in (2, 3, 4, 5, 8, 16, 31, 64, 129, 300):
             start = (37 * rows) % (301 - rows)
-            assert_same(other.linear(x[start : start + rows], handle), alone[start : start + rows])
+            assert_same(other.multiply(x[start : start + rows], handle), alone[start : start + rows])
 
 
 @pytest.mark.parametrize("rows", [1, 16, 40])
@@ -129,14 +130,14 @@ def test_norm_linear_is_all_its_parts(
     x, pending = random(rows, 48, dtype=dtype, seed=2), random(rows, 48, dtype=dtype, seed=3)
 
     def parts(x: Tensor, residual: Tensor | None) -> Tensor:
-        y = ops.linear(ops.norm(x, norm, residual), handle)
+        y = ops.multiply(ops.norm(x, norm, residual), handle)
         return y if activation is None else ops.activate(y, activation)
 
     residual = Residual(x.clone())
-    assert_same(ops.norm_linear(residual, norm, handle, activation), parts(x, None))
+    assert_same(ops.norm_linear(residual, norm, handle, NO_STEP, activation), parts(x, None))
     assert_same(residual.x, x)
     residual.pending = pending
-    assert_same(ops.norm_linear(residual, norm, handle, activation), parts(pending, x))
+    assert_same(ops.norm_linear(residual, norm, handle, NO_STEP, activation), parts(pending, x))
     assert_same(residual.x, x)
     assert residual.pending is None
 
@@ -149,21 +150,21 @@ def test_what_an_operation_returned_is_read_like_any_tensor(ops: CpuOps, dtype: 
     for rows in (3, 20, 1, 3):
         x = random(rows, 48, dtype=dtype, seed=rows)
         residual = Residual(x.clone())
-        inner = ops.norm_linear(residual, norm, up)
-        expected = ops.linear(ops.linear(ops.norm(x, norm), up), down)
+        inner = ops.norm_linear(residual, norm, up, NO_STEP)
+        expected = ops.multiply(ops.multiply(ops.norm(x, norm), up), down)
         for read in (inner, inner.clone(), inner):
             residual.pending = None
-            ops.linear_add_(read, down, residual)
+            ops.linear_add_(read, down, residual, NO_STEP)
             assert residual.pending is not None
             assert_same(residual.pending, expected)
     with pytest.raises(ValueError, match="the residual must be"):
-        ops.norm_linear(Residual(random(2, 47, dtype=dtype)), norm, up)
+        ops.norm_linear(Residual(random(2, 47, dtype=dtype)), norm, up, NO_STEP)
     with pytest.raises(ValueError, match="what is added must be"):
-        ops.norm_linear(Residual(x, x[:1]), norm, up)
+        ops.norm_linear(Residual(x, x[:1]), norm, up, NO_STEP)
     with pytest.raises(ValueError, match="weight must be"):
-        ops.norm_linear(Residual(x), Norm(random(47, dtype=dtype), None, 1e-5), up)
+        ops.norm_linear(Residual(x), Norm(random(47, dtype=dtype), None, 1e-5), up, NO_STEP)
     with pytest.raises(ValueError, match="x must be"):
-        ops.linear_add_(ops.norm_linear(Residual(x), norm, up)[:, 1:], down, Residual(x))
+        ops.linear_add_(ops.norm_linear(Residual(x), norm, up, NO_STEP)[:, 1:], down, Residual(x), NO_STEP)
 
 
 def test_bfloat16_of_every_size_is_summed_in_order(ops: CpuOps) -> None:
@@ -173,10 +174,10 @@ def test_bfloat16_of_every_size_is_summed_in_order(ops: CpuOps) -> None:
     weight = (random(k, 70, seed=1) * scales.flip(0)[torch.arange(k) % 25, None]).bfloat16()
     for w in (weight.T, weight.T.contiguous()):
         handle = ops.make_linear([dense(w)], [None])
-        whole = ops.linear(x, handle, torch.float32)
+        whole = ops.multiply(x, handle, torch.float32)
         assert_near(whole, x.double() @ weight.double(), x.double().abs() @ weight.double().abs())
         for rows in range(1, 36):
-            assert_same(ops.linear(x[:rows], handle, torch.float32), whole[:rows])
+            assert_same(ops.multiply(x[:rows], handle, torch.float32), whole[:rows])
 
 
 def test_linear_reads_nothing_outside_its_rows(ops: CpuOps, dtype: torch.dtype) -> None:
@@ -189,7 +190,7 @@ def test_linear_reads_nothing_outside_its_rows(ops: CpuOps, dtype: torch.dtype) 
         padded[1:-1] = random(rows, k, dtype=dtype)
         handle = ops.make_linear([dense(padded[1:-1])], [None])
         for count in (1, 4, 16, 23, 40):
-            y = ops.linear(x[:count], handle)
+            y = ops.multiply(x[:count], handle)
             assert_near(y, x[:count].double() @ padded[1:-1].double().T, 100.0)
 
 
@@ -467,9 +468,9 @@ def test_a_nan_in_sight_is_not_hidden(ops: CpuOps) -> None:
 def test_wrong_arguments_raise(ops: CpuOps) -> None:
     handle = ops.make_linear([dense(random(4, 8))], [None])
     with pytest.raises(ValueError, match=r"\[tokens, 8\]"):
-        ops.linear(random(2, 9), handle)
+        ops.multiply(random(2, 9), handle)
     with pytest.raises(ValueError, match="contiguous"):
-        ops.linear(random(8, 2).T, handle)
+        ops.multiply(random(8, 2).T, handle)
     caches = torch.zeros(2, 2, 8, 16), torch.zeros(2, 2, 16, 8)
     batch = _core.StepBatch([0], [0], [0], [0, 1], [0], [[0]], [0])
     with pytest.raises(ValueError, match="heads must be"):

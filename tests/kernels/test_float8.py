@@ -25,7 +25,7 @@ from asyncengine.kernels.cuda.rows.quantise import quantize_rows
 from asyncengine.kernels.float8 import FLOAT8, FLOAT8_MAX, Quantized, join, pack_float8, quantize, scaled_product
 from asyncengine.kernels.ops import Activation, Norm
 from tests.kernels.poison import poison_new_memory, surrounded, taken
-from tests.kernels.twins import activated, assert_within
+from tests.kernels.twins import NO_STEP, activated, assert_within
 
 pytestmark = pytest.mark.filterwarnings("ignore:(overflow|invalid value) encountered:RuntimeWarning")
 
@@ -317,9 +317,11 @@ class Mlp:
         first = ops.make_linear([pack_float8(w.to(self.device)) for w in gate_up], [moved(b) for b in biases])
         second = ops.make_linear([pack_float8(down.to(self.device))], [moved(bias)])
         assert isinstance(first.weight, Quantized)
-        hidden = ops.norm_linear(residual, Norm(norm.weight.to(self.device), None, norm.eps), first, "silu_mul")
+        hidden = ops.norm_linear(
+            residual, Norm(norm.weight.to(self.device), None, norm.eps), first, NO_STEP, "silu_mul"
+        )
         assert hidden.shape == (len(x), self.inner)
-        ops.linear_add_(hidden, second, residual)
+        ops.linear_add_(hidden, second, residual, NO_STEP)
         return residual.x.cpu()
 
     def twin(self, x: Tensor) -> Tensor:

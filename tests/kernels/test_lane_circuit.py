@@ -192,6 +192,7 @@ CASES = [
     ("llama", "fused", {"dtype": "float32"}),
     ("qwen3-window-biased", "work lists", {"dtype": "float32"}),
     ("gpt2", "fixed splits", {"dtype": "float32", "batch_invariant": True}),
+    ("gemma3-scaled", "a rotary table for each layer", {"dtype": "float32"}),
 ]
 
 

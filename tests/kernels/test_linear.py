@@ -25,7 +25,7 @@ from asyncengine.kernels.cuda.step.tensors import allocate_step
 from asyncengine.kernels.ops import Activation, Norm
 from asyncengine.kernels.weight import dense
 from tests.kernels.poison import poison_new_memory, surrounded, taken
-from tests.kernels.twins import activated, assert_within, greatest_ranks
+from tests.kernels.twins import NO_STEP, activated, assert_within, greatest_ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")
 
@@ -306,11 +306,11 @@ class Model:
         return ops.make_linear(weights, [self.random(parts[0], seed=6) if self.bias else None, None])
 
     def norm_linear(self, ops: CudaOps, activation: Activation | None = None) -> Any:
-        return ops.norm_linear(Residual(self.x), self.norm, self.handle(ops), activation)
+        return ops.norm_linear(Residual(self.x), self.norm, self.handle(ops), NO_STEP, activation)
 
     def linear_add(self, ops: CudaOps) -> Tensor:
         residual = Residual(self.random(MAX_ROWS + 1, self.out_features, seed=9)[: self.rows])
-        ops.linear_add_(self.x, self.handle(ops), residual)
+        ops.linear_add_(self.x, self.handle(ops), residual, NO_STEP)
         return residual.settle()
 
     def logits(self, ops: CudaOps, index: list[int]) -> Tensor:
@@ -401,12 +401,12 @@ def test_parts_are_added_by_the_norm_that_reads_the_residual(
     for ops in (make_ops(device, plans), make_ops(device)):
         handle, residual = model.handle(ops), Residual(model.x.clone())
         for _ in range(2):
-            ops.linear_add_(model.x, handle, residual)
+            ops.linear_add_(model.x, handle, residual, NO_STEP)
         assert (residual.state == "parts") == (ops.options.plans.find(projected) is not None)
-        hidden = ops.norm_linear(residual, model.norm, handle, "gelu")
+        hidden = ops.norm_linear(residual, model.norm, handle, NO_STEP, "gelu")
         assert residual.state == "plain"
         after = residual.x.clone()
-        ops.linear_add_(hidden, handle, residual)
+        ops.linear_add_(hidden, handle, residual, NO_STEP)
         step = allocate_step(1, 1, 4, model.rows, device)
         step.sample_index.copy_(torch.tensor([5, 0, 0, 3]))
         results.append((after, hidden, ops.logits(residual, model.norm, handle, CudaBatch(step)), residual.settle()))

@@ -16,6 +16,7 @@ from asyncengine.kernels.cpu.reference import ReferenceOps
 from asyncengine.kernels.ops import AttentionLayer, LayerKVCache, Norm
 from asyncengine.kernels.weight import dense
 from asyncengine.models.decoder import AttentionBlock, Decoder, DecoderLayer, MLPBlock
+from tests.kernels.twins import NO_STEP
 
 DTYPES = [torch.float32, torch.bfloat16]
 HIDDEN, HEADS, DIM, INNER, VOCAB, BLOCK = 32, 4, 8, 40, 57, 16
@@ -105,7 +106,7 @@ def test_a_product_is_normed_before_it_is_added(ops: BaseOps, dtype: torch.dtype
     x, weight = random(6, HIDDEN, dtype=dtype, seed=2), random(HIDDEN, INNER, dtype=dtype, seed=3)
     after, norm = (Norm(random(HIDDEN, dtype=dtype, seed=s), None, 1e-6) for s in (4, 5))
     residual = Residual(x.clone())
-    ops.linear_add_(inner, ops.make_linear([dense(weight)], [None]), residual, after)
+    ops.linear_add_(inner, ops.make_linear([dense(weight)], [None]), residual, NO_STEP, after)
     product = (inner.double() @ weight.double().T).to(dtype)
     total = x + rms(product, after).to(dtype)
     assert_near(ops.hidden(residual, norm, prompt([0] * 6)), rms(total, norm), dtype)

@@ -135,7 +135,7 @@ class World:
         )
 
     def call(self, work: Work, out: Tensor, **others: Any) -> KernelCall:
-        """Make the call that kernels are handed, with ``others`` in place of the world's own."""
+        """The call that kernels are handed, with ``others`` in place of the world's own."""
         cache = LayerKVCache(self.k, self.v, self.scales)
         return replace(KernelCall(self.q, self.case.layer, cache, self.step, work, out), **others)
 

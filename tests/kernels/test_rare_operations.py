@@ -18,6 +18,7 @@ from asyncengine.kernels.cuda.step.tensors import allocate_step
 from asyncengine.kernels.ops import Activation, Norm
 from asyncengine.kernels.weight import dense
 from tests.kernels.poison import poison_new_memory
+from tests.kernels.twins import NO_STEP
 
 
 @pytest.fixture(autouse=True)
@@ -58,9 +59,9 @@ def test_a_norm_of_the_product_before_it_is_added(device: torch.device, before: 
     x, weight, residual = random(device, 5, 64), random(device, 32, 64, seed=1) * 0.2, random(device, 5, 32, seed=2)
     norm = Norm(random(device, 32, seed=3), None, 1e-5)
     handle, state = ops.make_linear([dense(weight)], [None]), Residual(residual.clone())
-    ops.linear_add_(x, handle, state)
+    ops.linear_add_(x, handle, state, NO_STEP)
     assert state.state == before
-    ops.linear_add_(x, handle, state, norm)
+    ops.linear_add_(x, handle, state, NO_STEP, norm)
     assert state.state == "plain"
     product = x.float() @ weight.float().T
     expected = residual.float() + product + F.rms_norm(product, (32,), norm.weight.float(), 1e-5)
@@ -80,9 +81,10 @@ def test_a_product_of_the_residual_without_a_norm(
     x, weight, state = random(device, 5, 32), random(device, 64, 32, seed=1) * 0.2, random(device, 5, 64, seed=2)
     gate, up = random(device, 32, 64, seed=3) * 0.2, random(device, 32, 64, seed=4) * 0.2
     residual = Residual(state.clone())
-    ops.linear_add_(x, ops.make_linear([dense(weight)], [None]), residual)
+    ops.linear_add_(x, ops.make_linear([dense(weight)], [None]), residual, NO_STEP)
     assert residual.state == "put off"
-    got = ops.norm_linear(residual, None, ops.make_linear([dense(gate), dense(up)], [None, None]), activation)
+    handle = ops.make_linear([dense(gate), dense(up)], [None, None])
+    got = ops.norm_linear(residual, None, handle, NO_STEP, activation)
     summed = (state.float() + x.float() @ weight.float().T).bfloat16().float()
     left, right = summed @ gate.float().T, summed @ up.float().T
     assert_near(got, F.silu(left) * right if activation else torch.cat((left, right), 1))
@@ -125,7 +127,9 @@ def test_a_gate_with_gelu(device: torch.device, known: bool) -> None:
     ops = CudaOps(device, CudaOptions(PlanTable({site: Plan("skinny", 16, 16, 2)} if known else {})))
     x, norm = random(device, 5, 64), Norm(random(device, 64, seed=1), None, 1e-5)
     gate, up = random(device, 32, 64, seed=2) * 0.2, random(device, 32, 64, seed=3) * 0.2
-    got = ops.norm_linear(Residual(x), norm, ops.make_linear([dense(gate), dense(up)], [None, None]), "gelu_tanh_mul")
+    got = ops.norm_linear(
+        Residual(x), norm, ops.make_linear([dense(gate), dense(up)], [None, None]), NO_STEP, "gelu_tanh_mul"
+    )
     normed = F.rms_norm(x.float(), (64,), norm.weight.float(), 1e-5)
     assert_near(got, F.gelu(normed @ gate.float().T, approximate="tanh") * (normed @ up.float().T))
     assert ops.choices.missing == (set() if known else {site})

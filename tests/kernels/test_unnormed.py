@@ -20,6 +20,7 @@ from asyncengine.kernels.cuda.step.tensors import allocate_step
 from asyncengine.kernels.ops import Norm
 from tests.kernels.poison import poison_new_memory, surrounded, taken
 from tests.kernels.test_linear import COMPILED, PLANS, Model, make_ops
+from tests.kernels.twins import NO_STEP
 
 TMA = Plan("tma", 64, 64, 4, 8, 1, 2, fused_norm=False)
 ADDED = Site(128, 128, 8, "none", None, True, True)
@@ -72,12 +73,12 @@ def run(ops: CudaOps, model: Model) -> tuple[list[Tensor], list[bool]]:
     hidden: Any = model.x
     for additions, activation in ((1, "gelu"), (2, None), (1, "gelu")):
         for _ in range(additions):
-            ops.linear_add_(hidden, handle, residual)
+            ops.linear_add_(hidden, handle, residual, NO_STEP)
         waited.append(residual.state == "put off")
-        hidden = ops.norm_linear(residual, model.norm, handle, activation)
+        hidden = ops.norm_linear(residual, model.norm, handle, NO_STEP, activation)
         assert residual.state == "plain"
         results += [residual.x.clone(), hidden]
-    ops.linear_add_(hidden, handle, residual)
+    ops.linear_add_(hidden, handle, residual, NO_STEP)
     logits = ops.logits(residual, model.norm, handle, CudaBatch(step))
     assert residual.state == "plain"
     return [*results, logits, residual.settle()], waited
@@ -171,8 +172,8 @@ def test_layer_norms_are_folded_once(device: torch.device) -> None:
     results = []
     for handle in (first, second, first):
         residual = Residual(model.x.clone())
-        ops.linear_add_(model.x, first, residual)
-        results.append(ops.norm_linear(residual, model.norm, handle))
+        ops.linear_add_(model.x, first, residual, NO_STEP)
+        results.append(ops.norm_linear(residual, model.norm, handle, NO_STEP))
     assert len(ops._projections._folded) == 2
     assert torch.equal(results[0], results[2])
     assert torch.equal(results[0], results[1]), "the same numbers at another place"

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from asyncengine.kernels.ops import Activation
+
+NO_STEP: Any = None
+"""Stands for the batch in calls of operations that ask nothing of it."""
 
 
 def activated(y: Tensor, error: Tensor, kind: Activation | None) -> tuple[Tensor, Tensor]:

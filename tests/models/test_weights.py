@@ -29,6 +29,7 @@ from asyncengine.models.weights.formats import Dense, Float8AtLoad, choose_forma
 from asyncengine.models.weights.shard import WHOLE, Part, Shard
 from asyncengine.models.weights.source import WeightSource
 from tests.kernels.interpreter import repair_interpreter
+from tests.kernels.twins import NO_STEP
 from tests.models import tiny
 
 
@@ -127,12 +128,12 @@ def test_products_of_two_ranks_add_up_to_one_residual(
         ops, residual = make_ops(), residual_type(x.clone())
         ops.reduction = reduction
         source = WeightSource(Checkpoint(path, torch.float32), Dense(), shard)
-        mlp_block(LayerWeights(config, 0, source, ops)).forward(ops, residual)
+        mlp_block(LayerWeights(config, 0, source, ops)).forward(ops, residual, NO_STEP)
         return residual.settle() if hasattr(residual, "settle") else residual.x + residual.pending
 
     products: list[Tensor] = []
-    run(Shard(1, 2), lambda product: products.append(product.clone()))
-    got = run(Shard(0, 2), lambda product: product.add_(products[0]))
+    run(Shard(1, 2), lambda product, _: products.append(product.clone()))
+    got = run(Shard(0, 2), lambda product, _: product.add_(products[0]))
     torch.testing.assert_close(got, run(Shard(), None), rtol=1e-5, atol=1e-5)
     assert float((got - x).abs().max()) > 1e-3
 
@@ -192,10 +193,10 @@ def test_a_format_without_native_kernels_is_unpacked_for_each_product(dtype: tor
 
     def run(ops: Any, rows: slice) -> tuple[Tensor, ...]:
         residual, count = HostResidual(x[rows].clone()), len(x[rows])
-        inner = ops.norm_linear(residual, norm, ops.make_linear(up, biases), "gelu_tanh").clone()
-        ops.linear_add_(inner, ops.make_linear([down], [None]), residual)
         places = list(range(count))
         batch = StepBatch([0] * count, places, places, [0, count], [0], [[0]], places)
+        inner = ops.norm_linear(residual, norm, ops.make_linear(up, biases), batch, "gelu_tanh").clone()
+        ops.linear_add_(inner, ops.make_linear([down], [None]), residual, batch)
         return inner, residual.pending.clone(), ops.logits(residual, norm, ops.make_head(head), batch).clone()
 
     cpu, whole = CpuOps(2), slice(0, 5)

@@ -11,16 +11,19 @@ import torch
 from torch import Tensor
 
 from asyncengine._core import CpuLanes, Need, StepBatch
+from asyncengine.kernels import experts
 from asyncengine.kernels.cpu import sdpa
 from asyncengine.kernels.ops import (
     Activation,
     AttentionCall,
     AttentionLayer,
+    Experts,
     HandleT,
     LayerKVCache,
     Norm,
     Ops,
     Reduction,
+    Routing,
     split_heads,
 )
 from asyncengine.kernels.weight import PackedWeight
@@ -44,14 +47,6 @@ def sampled(residual: Residual, batch: StepBatch) -> Residual:
     return Residual(residual.x[index], None if pending is None else pending[index])
 
 
-def settled(residual: Residual) -> Tensor:
-    """Return the residual, to which is added what was pending."""
-    if residual.pending is not None:
-        residual.x += residual.pending
-        residual.pending = None
-    return residual.x
-
-
 class BaseOps(Ops[StepBatch, Residual, HandleT]):
     """The part of Ops that follows from a StepBatch and from simpler operations."""
 
@@ -68,7 +63,7 @@ class BaseOps(Ops[StepBatch, Residual, HandleT]):
 
     @abstractmethod
     def make_linear(self, weights: Sequence[PackedWeight], biases: Sequence[Tensor | None]) -> HandleT:
-        """A handle for ``linear`` over weights [N_i, K] that share their input. It copies none of them."""
+        """A handle for ``multiply`` over weights [N_i, K] that share their input. It copies none of them."""
 
     def make_head(self, weight: PackedWeight) -> HandleT:
         return self.make_linear([weight], [None])
@@ -76,8 +71,11 @@ class BaseOps(Ops[StepBatch, Residual, HandleT]):
     def make_embedding(self, table: PackedWeight, *, tied: bool, copy: bool = False) -> HandleT:
         return self.make_head(table)
 
+    def make_experts(self, up: PackedWeight, down: PackedWeight, activation: Activation) -> Experts[HandleT]:
+        return experts.make_experts(self.make_linear, up, down, activation)
+
     @abstractmethod
-    def linear(self, x: Tensor, handle: HandleT, out_dtype: torch.dtype | None = None) -> Tensor:
+    def multiply(self, x: Tensor, handle: HandleT, out_dtype: torch.dtype | None = None) -> Tensor:
         """x [M, K] times every weight of the handle, transposed, side by side: [M, N]."""
 
     @abstractmethod
@@ -112,17 +110,51 @@ class BaseOps(Ops[StepBatch, Residual, HandleT]):
         """
 
     def norm_linear(
-        self, residual: Residual, norm: Norm | None, handle: HandleT, activation: Activation | None = None
+        self,
+        residual: Residual,
+        norm: Norm | None,
+        handle: HandleT,
+        batch: StepBatch,
+        activation: Activation | None = None,
     ) -> Tensor:
-        y = self.linear(settled(residual) if norm is None else self._normed(residual, norm), handle)
+        x = self.plain(residual, batch) if norm is None else self.normed(residual, norm, batch)
+        y = self.multiply(x, handle)
         return y if activation is None else self.activate(y, activation)
 
-    def linear_add_(self, x: Tensor, handle: HandleT, residual: Residual, norm: Norm | None = None) -> None:
+    def linear_add_(
+        self, x: Tensor, handle: HandleT, residual: Residual, batch: StepBatch, norm: Norm | None = None
+    ) -> None:
+        self.add_(self.multiply(x, handle), residual, batch, norm)
+
+    def normed(self, residual: Residual, norm: Norm, batch: StepBatch) -> Tensor:
+        pending, residual.pending = residual.pending, None
+        return self.norm(residual.x, norm) if pending is None else self.norm(pending, norm, residual.x)
+
+    def linear(self, x: Tensor, handle: HandleT, batch: StepBatch) -> Tensor:
+        return self.multiply(x, handle)
+
+    def experts(self, x: Tensor, routing: Routing, handle: Experts[HandleT], batch: StepBatch) -> Tensor:
+        def block(index: int, rows: Tensor) -> Tensor:
+            inner = self.activate(self.multiply(rows, handle.up[index]), handle.activation)
+            return self.multiply(inner, handle.down[index])
+
+        return experts.mix_rows(x, routing, block)
+
+    def add_(self, x: Tensor, residual: Residual, batch: StepBatch, norm: Norm | None = None) -> None:
         assert residual.pending is None
-        y = self.linear(x, handle)
         if self.reduction is not None:
-            self.reduction(y)
-        residual.pending = y if norm is None else self.norm(y, norm)
+            self.reduction(x, batch)
+        residual.pending = x if norm is None else self.norm(x, norm)
+
+    def plain(self, residual: Residual, batch: StepBatch) -> Tensor:
+        pending, residual.pending = residual.pending, None
+        return residual.x if pending is None else residual.x.add_(pending)
+
+    def input_ids(self, batch: StepBatch) -> Tensor:
+        return torch.from_numpy(batch.input_ids)
+
+    def positions(self, batch: StepBatch) -> Tensor:
+        return torch.from_numpy(batch.positions)
 
     def attention(self, heads: Tensor, layer: AttentionLayer, cache: LayerKVCache, batch: StepBatch) -> Tensor:
         call = AttentionCall(heads.view(heads.shape[0], -1, cache.v.shape[3]), layer, cache, batch)
@@ -156,9 +188,9 @@ class BaseOps(Ops[StepBatch, Residual, HandleT]):
                 # A norm over all heads takes them for one.
                 self.head_rms_norm_(x.view(len(x), -1, len(weight)), weight, layer.norms.eps)
         if layer.cos_sin is not None:
-            self.rotary_(q, k, layer.cos_sin, torch.from_numpy(batch.positions))
+            self.rotary_(q, k, layer.cos_sin, self.positions(batch))
         if layer.query_scales is not None:
-            q.mul_(layer.query_scales[torch.from_numpy(batch.positions)][:, None, None])
+            q.mul_(layer.query_scales[self.positions(batch)][:, None, None])
 
     def exchange(
         self, heads: Tensor, x: Tensor, residual: Residual, layer: AttentionLayer, cache: LayerKVCache, batch: StepBatch
@@ -177,25 +209,20 @@ class BaseOps(Ops[StepBatch, Residual, HandleT]):
         return x[torch.from_numpy(batch.sample_index)]
 
     def hidden(self, residual: Residual, norm: Norm, batch: StepBatch) -> Tensor:
-        return self._normed(residual if batch.needs & Need.mean else self._sampled(residual, batch), norm)
+        return self.normed(residual if batch.needs & Need.mean else self._sampled(residual, batch), norm, batch)
 
     def logits(
         self, residual: Residual, norm: Norm, handle: HandleT, batch: StepBatch, softcap: float = 0.0
     ) -> Tensor | None:
         if not batch.num_samples:
             return None
-        y = self._logits(self._sampled(residual, batch), norm, handle)
+        y = self._logits(self._sampled(residual, batch), norm, handle, batch)
         return self.soft_cap_(y, softcap) if softcap else y
 
-    def _logits(self, residual: Residual, norm: Norm, handle: HandleT) -> Tensor:
+    def _logits(self, residual: Residual, norm: Norm, handle: HandleT, batch: StepBatch) -> Tensor:
         """Logits of every token of the residual, float32."""
-        return self.linear(self._normed(residual, norm), handle, torch.float32)
+        return self.multiply(self.normed(residual, norm, batch), handle, torch.float32)
 
     def _sampled(self, residual: Residual, batch: StepBatch) -> Residual:
         """``sampled``, unless ``keep_sampled`` has left no others."""
         return sampled(residual, batch) if batch.num_samples < residual.x.shape[0] else residual
-
-    def _normed(self, residual: Residual, norm: Norm) -> Tensor:
-        """The norm of the residual, to which is added what was pending."""
-        pending, residual.pending = residual.pending, None
-        return self.norm(residual.x, norm) if pending is None else self.norm(pending, norm, residual.x)

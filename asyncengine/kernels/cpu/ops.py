@@ -129,7 +129,7 @@ class CpuOps(BaseOps[CpuLinearHandle | UnpackedHandle]):
         self._embedded = result
         return Residual(result.tensor)
 
-    def linear(
+    def multiply(
         self, x: Tensor, handle: CpuLinearHandle | UnpackedHandle, out_dtype: torch.dtype | None = None
     ) -> Tensor:
         """x [M, K] (rows may be strided) -> [M, ΣN_i] in x's dtype, or in float32 if out_dtype says so."""
@@ -150,11 +150,12 @@ class CpuOps(BaseOps[CpuLinearHandle | UnpackedHandle]):
         residual: Residual,
         norm: Norm | None,
         handle: CpuLinearHandle | UnpackedHandle,
+        batch: StepBatch,
         activation: Activation | None = None,
     ) -> Tensor:
         """The next call for as many features writes the same memory, unless the activation is gated."""
         if norm is None or isinstance(handle, UnpackedHandle):
-            return super().norm_linear(residual, norm, handle, activation)
+            return super().norm_linear(residual, norm, handle, batch, activation)
         function, gated = (None, False) if activation is None else _ACTIVATIONS[activation]
         y = self._norm_linear(residual, norm, handle, handle.product, None if gated else function)
         if activation is not None and gated:
@@ -162,9 +163,11 @@ class CpuOps(BaseOps[CpuLinearHandle | UnpackedHandle]):
         self._last = handle.product
         return y
 
-    def _logits(self, residual: Residual, norm: Norm, handle: CpuLinearHandle | UnpackedHandle) -> Tensor:
+    def _logits(
+        self, residual: Residual, norm: Norm, handle: CpuLinearHandle | UnpackedHandle, batch: StepBatch
+    ) -> Tensor:
         if isinstance(handle, UnpackedHandle):
-            return super()._logits(residual, norm, handle)
+            return super()._logits(residual, norm, handle, batch)
         result = self._result("logits", handle.out_features, torch.float32)
         return self._norm_linear(residual, norm, handle, result, None)
 
@@ -208,11 +211,16 @@ class CpuOps(BaseOps[CpuLinearHandle | UnpackedHandle]):
         handle.norm, handle.native_norm = norm, CpuNorm(norm.weight.data_ptr(), bias, norm.eps)
 
     def linear_add_(
-        self, x: Tensor, handle: CpuLinearHandle | UnpackedHandle, residual: Residual, norm: Norm | None = None
+        self,
+        x: Tensor,
+        handle: CpuLinearHandle | UnpackedHandle,
+        residual: Residual,
+        batch: StepBatch,
+        norm: Norm | None = None,
     ) -> None:
         assert residual.pending is None
         if isinstance(handle, UnpackedHandle):
-            super().linear_add_(x, handle, residual, norm)
+            super().linear_add_(x, handle, residual, batch, norm)
             return
         last, result = self._last, handle.added
         if x is last.tensor and last.width == handle.in_features and last.dtype is handle.dtype:
@@ -224,7 +232,7 @@ class CpuOps(BaseOps[CpuLinearHandle | UnpackedHandle]):
             result.resize(rows)
         self._native.linear(handle.native, address, stride, rows, result.address, False)
         if self.reduction is not None:
-            self.reduction(result.tensor)
+            self.reduction(result.tensor, batch)
         if norm is not None:
             self._norm_rows(result.tensor, norm, None, result.tensor)
         self._added = result

@@ -19,7 +19,7 @@ from asyncengine.kernels.cuda.launch.programmatic import TmaOptions
 from asyncengine.kernels.cuda.linear.choose import Choices
 from asyncengine.kernels.cuda.linear.formats.base import Matrix, as_tensor
 from asyncengine.kernels.cuda.linear.handle import CudaLinear, pack
-from asyncengine.kernels.cuda.linear.plan import fused_activation
+from asyncengine.kernels.cuda.linear.plan import Plan, fused_activation
 from asyncengine.kernels.cuda.linear.project import Projections
 from asyncengine.kernels.cuda.linear.residual import Residual
 from asyncengine.kernels.cuda.linear.tables import PlanTable
@@ -29,7 +29,8 @@ from asyncengine.kernels.cuda.rows.lookup import embed
 from asyncengine.kernels.cuda.rows.norms import norm_rows
 from asyncengine.kernels.cuda.sampling.sample import Ranks
 from asyncengine.kernels.cuda.step.tensors import DeviceStep
-from asyncengine.kernels.ops import Activation, AttentionLayer, LayerKVCache, Norm, Reduction
+from asyncengine.kernels.experts import make_experts, mix_all
+from asyncengine.kernels.ops import Activation, AttentionLayer, Experts, LayerKVCache, Norm, Reduction, Routing
 from asyncengine.kernels.weight import DENSE, PackedWeight, tensors_of
 
 
@@ -90,6 +91,9 @@ class CudaOps:
         [rows] = tensors_of([table], "weight", DENSE)
         return self.make_head(table) if tied else CudaLinear(rows, None, len(rows))
 
+    def make_experts(self, up: PackedWeight, down: PackedWeight, activation: Activation) -> Experts[CudaLinear]:
+        return make_experts(self.make_linear, up, down, activation)
+
     def embed(
         self, batch: CudaBatch, embedding: CudaLinear, position_table: Tensor | None = None, scale: float = 1.0
     ) -> Residual:
@@ -98,7 +102,12 @@ class CudaOps:
         return Residual(x)
 
     def norm_linear(
-        self, residual: Residual, norm: Norm | None, handle: CudaLinear, activation: Activation | None = None
+        self,
+        residual: Residual,
+        norm: Norm | None,
+        handle: CudaLinear,
+        batch: CudaBatch,
+        activation: Activation | None = None,
     ) -> Matrix:
         """Quantised after an activation, if the next to read it is a product in float8 that does not do it itself."""
         handle = handle if activation is None else handle.exact()
@@ -110,7 +119,9 @@ class CudaOps:
             operand = residual.read(norm, plan, handle.format, pdl=self.options.pdl)
         return self._projections.project(operand, handle, plan, activation)
 
-    def linear_add_(self, x: Matrix, handle: CudaLinear, residual: Residual, norm: Norm | None = None) -> None:
+    def linear_add_(
+        self, x: Matrix, handle: CudaLinear, residual: Residual, batch: CudaBatch, norm: Norm | None = None
+    ) -> None:
         """Add a product to the residual. With a norm of the product, or a reduction, the product is a kernel before the
         addition."""
         handle, alone = handle.exact(), norm is None and self.reduction is None
@@ -118,10 +129,42 @@ class CudaOps:
         if alone:
             self._projections.add(x, handle, plan, residual)
             return
-        y = as_tensor(self._projections.project(self._projections.operand(x, handle, plan), handle, plan))
+        self.add_(self._product(x, handle, plan), residual, batch, norm)
+
+    def normed(self, residual: Residual, norm: Norm, batch: CudaBatch) -> Tensor:
+        return residual.read_by_kernel(norm, pdl=self.options.pdl)
+
+    def linear(self, x: Tensor, handle: CudaLinear, batch: CudaBatch) -> Tensor:
+        handle = handle.exact()
+        return self._product(x, handle, self.choices.plan(handle.site(len(x), x.dtype)))
+
+    def experts(self, x: Tensor, routing: Routing, handle: Experts[CudaLinear], batch: CudaBatch) -> Tensor:
+        """By libraries alone, each expert for all rows: no kernel is compiled, and nothing waits for the routing."""
+
+        def block(index: int, rows: Tensor) -> Tensor:
+            up, down = handle.up[index].exact(), handle.down[index].exact()
+            wide = up.format.product(up.format.make_rows(rows, pdl=False), up.weight, None, rows.dtype)
+            inner = up.format.activate(wide, handle.activation, pdl=False)
+            return down.format.product(inner, down.weight, None, rows.dtype)
+
+        return mix_all(x, routing, range(len(handle.up)), block)
+
+    def add_(self, x: Tensor, residual: Residual, batch: CudaBatch, norm: Norm | None = None) -> None:
         if self.reduction is not None:
-            self.reduction(y)
-        residual.settle().add_(y if norm is None else norm_rows(y, norm, pdl=self.options.pdl))
+            self.reduction(x, batch)
+        residual.settle().add_(x if norm is None else norm_rows(x, norm, pdl=self.options.pdl))
+
+    def plain(self, residual: Residual, batch: CudaBatch) -> Tensor:
+        return residual.settle()
+
+    def input_ids(self, batch: CudaBatch) -> Tensor:
+        return batch.step.input_ids
+
+    def positions(self, batch: CudaBatch) -> Tensor:
+        return batch.step.positions
+
+    def _product(self, x: Matrix, handle: CudaLinear, plan: Plan) -> Tensor:
+        return as_tensor(self._projections.project(self._projections.operand(x, handle, plan), handle, plan))
 
     def attention(self, heads: Tensor, layer: AttentionLayer, cache: LayerKVCache, batch: CudaBatch) -> Tensor:
         _, num_kv_heads, _, head_dim = cache.v.shape

@@ -138,19 +138,19 @@ class _Case:
     def call(self, ops: CudaOps, handle: CudaLinear) -> None:
         """Run the projection with the norm that adds up parts, or the sampler that reads ranks, whether a plan leaves
         some or not."""
+        batch, pdl = CudaBatch(self._step, needs=0), ops.options.pdl
         if self.site.activation == "argmax":
-            batch, pdl = CudaBatch(self._step, needs=0), ops.options.pdl
             logits = ops.logits(Residual(self._x), self._norm, handle, batch)
             sample(logits, self._step, self._header, self._words, needs=0, pdl=pdl)
             return
         if not self.site.add:
             norm = None if self.site.norm == "none" else self._norm
-            ops.norm_linear(Residual(self._x), norm, handle, self.site.activation)
+            ops.norm_linear(Residual(self._x), norm, handle, batch, self.site.activation)
             return
         residual = Residual(self._residual)
-        ops.linear_add_(self._x, handle, residual)
+        ops.linear_add_(self._x, handle, residual, batch)
         if residual.state == "put off" or (self.site.rows > 1 and handle.format.prepares_norms):
-            norm_behind(residual, self._norm, pdl=ops.options.pdl)
+            norm_behind(residual, self._norm, pdl=pdl)
 
 
 def norm_behind(residual: Residual, norm: Norm, *, pdl: bool) -> Tensor | Unnormed:

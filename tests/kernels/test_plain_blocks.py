@@ -1,0 +1,209 @@
+"""Operations for blocks that compute with tensors of their own, and mixtures of experts, in each kernel package."""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import Qwen3MoeConfig
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
+
+from asyncengine._core import StepBatch
+from asyncengine.kernels.cpu.base import Residual as HostResidual
+from asyncengine.kernels.cpu.ops import CpuOps
+from asyncengine.kernels.cpu.reference import ReferenceOps
+from asyncengine.kernels.cuda.linear.residual import Residual as DeviceResidual
+from asyncengine.kernels.cuda.ops import CudaBatch, CudaOps
+from asyncengine.kernels.cuda.step.tensors import allocate_step
+from asyncengine.kernels.ops import Activation, Norm, Routing
+from asyncengine.kernels.weight import dense
+from tests.kernels.twins import NO_STEP, activated
+
+HIDDEN, INNER, VOCAB, EXPERTS, TOP_K = 32, 24, 57, 6, 2
+IDS = [3, 56, 0, 3, 17]
+
+
+class Package:
+    """Operations, and steps and residuals of their kind."""
+
+    def __init__(self, name: str, device: torch.device) -> None:
+        makers: dict[str, Any] = {"cpu": partial(CpuOps, 2), "reference": ReferenceOps}
+        makers["cuda"] = partial(CudaOps, device)
+        self.name = name
+        self.ops: Any = makers[name]()
+        self.device = self.ops.device
+
+    def batch(self) -> Any:
+        """A step of one prompt."""
+        count = len(IDS)
+        places = list(range(count))
+        if self.name != "cuda":
+            return StepBatch(IDS, places, places, [0, count], [0], [[0]], places)
+        step = allocate_step(1, 1, 1, count, self.device)
+        step.input_ids.copy_(torch.tensor(IDS))
+        step.positions.copy_(torch.tensor(places))
+        return CudaBatch(step)
+
+    def residual(self, x: Tensor) -> Any:
+        kind: Any = DeviceResidual if self.name == "cuda" else HostResidual
+        return kind(x.clone())
+
+    def random(self, *shape: int, seed: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        x = torch.randn(*shape, generator=torch.Generator().manual_seed(seed)) / shape[-1] ** 0.5
+        return x.to(dtype).to(self.device)
+
+
+@pytest.fixture(params=["cpu", "reference", "cuda"])
+def package(request: pytest.FixtureRequest, device: torch.device) -> Package:
+    return Package(request.param, device)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_block_of_plain_tensors_is_the_fused_block(package: Package, dtype: torch.dtype) -> None:
+    """Bit for bit, where the same kernels compute both."""
+    ops, batch, random = package.ops, package.batch(), partial(package.random, dtype=dtype)
+    assert ops.input_ids(batch).tolist() == IDS
+    assert ops.positions(batch).tolist() == list(range(len(IDS)))
+    embedding = ops.make_embedding(dense(random(VOCAB, HIDDEN, seed=1)), tied=False)
+    up, down = (
+        ops.make_linear([dense(random(*shape, seed=2))], [None]) for shape in ((INNER, HIDDEN), (HIDDEN, INNER))
+    )
+    norms = [Norm(random(HIDDEN, seed=seed) + 1, None, 1e-6) for seed in (3, 4)]
+
+    def fused(after: Norm | None) -> Tensor:
+        residual = ops.embed(batch, embedding)
+        x = ops.norm_linear(residual, norms[0], up, batch)
+        ops.linear_add_(x, down, residual, batch, after)
+        return ops.plain(residual, batch).clone()
+
+    def plain(after: Norm | None) -> Tensor:
+        residual = ops.embed(batch, embedding)
+        x = ops.linear(ops.normed(residual, norms[0], batch), up, batch)
+        ops.add_(ops.linear(x, down, batch), residual, batch, after)
+        return ops.plain(residual, batch).clone()
+
+    for after in (None, norms[1]):
+        got, expected = plain(after), fused(after)
+        if package.name == "cuda":
+            tolerance = 1e-5 if dtype == torch.float32 else 2.0**-6
+            assert (got - expected).abs().max() <= tolerance * expected.abs().max()
+        else:
+            assert torch.equal(got, expected)
+
+
+def test_the_residual_can_be_read_and_written(package: Package) -> None:
+    """Between two additions: what was to be added is in it, and what a block writes is seen by the next norm."""
+    ops, x, added = package.ops, package.random(4, HIDDEN, seed=1), package.random(4, HIDDEN, seed=2)
+    residual, norm = package.residual(x), Norm(torch.ones(HIDDEN, device=package.device), None, 1e-6)
+    ops.add_(added.clone(), residual, NO_STEP)
+    seen = ops.plain(residual, NO_STEP)
+    assert torch.equal(seen, x + added)
+    seen.mul_(3).add_(1)
+    ops.add_(added.clone(), residual, NO_STEP)
+    expected = torch.nn.functional.rms_norm((x + added) * 3 + 1 + added, (HIDDEN,), eps=1e-6)
+    torch.testing.assert_close(ops.normed(residual, norm, NO_STEP), expected)
+
+
+def test_additions_go_through_the_reduction(package: Package) -> None:
+    batch = package.batch()
+    seen = []
+
+    def double(product: Tensor, of: Any) -> None:
+        seen.append(of)
+        product.mul_(2)
+
+    package.ops.reduction = double
+    residual, x = package.residual(torch.zeros(5, HIDDEN, device=package.device)), package.random(5, HIDDEN, seed=1)
+    package.ops.add_(x.clone(), residual, batch)
+    assert torch.equal(package.ops.plain(residual, batch), 2 * x)
+    eye = package.ops.make_linear([dense(torch.eye(HIDDEN, device=package.device))], [None])
+    package.ops.linear_add_(x, eye, residual, batch)
+    torch.testing.assert_close(package.ops.plain(residual, batch), 4 * x)
+    assert seen == [batch, batch]
+
+
+# ---- experts ----
+
+
+def mixture() -> Any:
+    """A block of Qwen3-MoE by transformers."""
+    config = Qwen3MoeConfig(
+        hidden_size=HIDDEN, moe_intermediate_size=INNER, num_experts=EXPERTS, num_experts_per_tok=TOP_K
+    )
+    config._experts_implementation = "eager"
+    block = Qwen3MoeSparseMoeBlock(config).eval()
+    for seed, parameter in enumerate(block.parameters()):
+        torch.nn.init.normal_(parameter, 0, 0.3, generator=torch.Generator().manual_seed(seed))
+    return block
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_experts_are_those_of_transformers(package: Package, dtype: torch.dtype) -> None:
+    block = mixture().to(package.device, dtype)
+    x = package.random(9, HIDDEN, seed=1, dtype=dtype) * 4
+    with torch.inference_mode():
+        expected = block(x[None])[0]
+        _, weights, ids = block.gate(x)
+        assert len(ids.unique()) > TOP_K
+        up, down = block.experts.gate_up_proj.detach(), block.experts.down_proj.detach()
+        experts = package.ops.make_experts(dense(up), dense(down), "silu_mul")
+        got = package.ops.experts(x, Routing(weights, ids), experts, NO_STEP)
+    assert got.dtype == dtype
+    tolerance = 1e-5 if dtype == torch.float32 else 2.0**-6
+    assert (got - expected).abs().max() <= tolerance * expected.abs().max()
+
+
+def routing(package: Package, rows: int) -> Routing:
+    logits = package.random(rows, EXPERTS, seed=5)
+    return Routing(*logits.softmax(1).topk(TOP_K, dim=1))
+
+
+@pytest.mark.parametrize("activation", ["gelu", "gelu_tanh", "silu_mul"])
+def test_activations_of_experts(package: Package, activation: Activation) -> None:
+    wide = 2 * INNER if activation.endswith("_mul") else INNER
+    up, down = package.random(EXPERTS, wide, HIDDEN, seed=1), package.random(EXPERTS, HIDDEN, INNER, seed=2)
+    x, (weights, ids) = package.random(3, HIDDEN, seed=3) * 4, routing(package, 3)
+    experts = package.ops.make_experts(dense(up), dense(down), activation)
+    got = package.ops.experts(x, Routing(weights, ids), experts, NO_STEP)
+    for row in range(3):
+        expected = torch.zeros(HIDDEN, dtype=torch.float64)
+        for weight, index in zip(weights[row].tolist(), ids[row].tolist(), strict=True):
+            inner = (x[row : row + 1].double() @ up[index].double().T).cpu()
+            inner, _ = activated(inner, torch.zeros_like(inner), activation)
+            expected += weight * (inner @ down[index].double().cpu().T)[0]
+        torch.testing.assert_close(got[row].cpu().double(), expected, rtol=1e-5, atol=1e-6)
+
+
+def test_a_row_does_not_depend_on_the_rows_of_its_experts(device: torch.device) -> None:
+    package = Package("cpu", device)
+    up, down = (package.random(EXPERTS, *shape, seed=1) for shape in ((2 * INNER, HIDDEN), (HIDDEN, INNER)))
+    experts = package.ops.make_experts(dense(up), dense(down), "silu_mul")
+    x, (weights, ids) = package.random(40, HIDDEN, seed=2), routing(package, 40)
+    whole = package.ops.experts(x, Routing(weights, ids), experts, NO_STEP)
+    for first, last in ((0, 1), (39, 40), (3, 20)):
+        part = Routing(weights[first:last], ids[first:last])
+        assert torch.equal(package.ops.experts(x[first:last], part, experts, NO_STEP), whole[first:last])
+
+
+def test_an_expert_that_overflows_is_seen_by_its_own_rows_alone(package: Package) -> None:
+    up, down = package.random(EXPERTS, INNER, HIDDEN, seed=1), package.random(EXPERTS, HIDDEN, INNER, seed=2)
+    up[4] = math.inf
+    experts = package.ops.make_experts(dense(up), dense(down), "gelu")
+    ids = torch.tensor([[0, 4], [1, 2], [3, 0]], device=package.device)
+    weights = torch.full((3, 2), 0.5, device=package.device)
+    got = package.ops.experts(package.random(3, HIDDEN, seed=3).abs(), Routing(weights, ids), experts, NO_STEP)
+    assert got.isfinite().all(1).tolist() == [False, True, True]
+
+
+def test_weights_that_are_no_experts_are_refused(package: Package) -> None:
+    up, down = torch.zeros(EXPERTS, INNER, HIDDEN), torch.zeros(EXPERTS - 1, HIDDEN, INNER)
+    with pytest.raises(ValueError, match="6 and 5 experts"):
+        package.ops.make_experts(dense(up), dense(down), "gelu")
+    with pytest.raises(ValueError, match="0 and 0 experts"):
+        package.ops.make_experts(dense(up[0]), dense(down[0]), "gelu")
+    assert dense(up).expert(2).out_features == INNER
+    assert dense(up).expert(2).tensors["weight"].data_ptr() == up[2].data_ptr()
