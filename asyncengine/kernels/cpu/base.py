@@ -118,7 +118,7 @@ class BaseOps(Ops[StepBatch, Residual, HandleT]):
         return y if activation is None else self.activate(y, activation)
 
     def linear_add_(self, x: Tensor, handle: HandleT, residual: Residual, norm: Norm | None = None) -> None:
-        assert residual.pending is None
+        settled(residual)
         y = self.linear(x, handle)
         if self.reduction is not None:
             self.reduction(y)
@@ -180,11 +180,19 @@ class BaseOps(Ops[StepBatch, Residual, HandleT]):
         return self._normed(residual if batch.needs & Need.mean else self._sampled(residual, batch), norm)
 
     def logits(
-        self, residual: Residual, norm: Norm, handle: HandleT, batch: StepBatch, softcap: float = 0.0
+        self,
+        residual: Residual,
+        norm: Norm,
+        handle: HandleT,
+        batch: StepBatch,
+        softcap: float = 0.0,
+        scale: float = 1.0,
     ) -> Tensor | None:
         if not batch.num_samples:
             return None
         y = self._logits(self._sampled(residual, batch), norm, handle)
+        if scale != 1:
+            y *= scale
         return self.soft_cap_(y, softcap) if softcap else y
 
     def _logits(self, residual: Residual, norm: Norm, handle: HandleT) -> Tensor:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from asyncengine._core import ActivationFunction, CpuKernels, CpuNorm, Dtype, PagedKV, StepBatch
-from asyncengine.kernels.cpu.base import BaseOps, PrefillAttention, Residual
+from asyncengine.kernels.cpu.base import BaseOps, PrefillAttention, Residual, settled
 from asyncengine.kernels.cpu.checks import check, check_heads, check_rows, native_dtype
 from asyncengine.kernels.cpu.linear.formats.base import Native
 from asyncengine.kernels.cpu.linear.formats.dense import Dense
@@ -210,7 +210,7 @@ class CpuOps(BaseOps[CpuLinearHandle | UnpackedHandle]):
     def linear_add_(
         self, x: Tensor, handle: CpuLinearHandle | UnpackedHandle, residual: Residual, norm: Norm | None = None
     ) -> None:
-        assert residual.pending is None
+        settled(residual)
         if isinstance(handle, UnpackedHandle):
             super().linear_add_(x, handle, residual, norm)
             return
