@@ -321,11 +321,20 @@ class Ops(Protocol[BatchT, ResidualT, HandleT]):
         For a step with Need.mean it is [T, H]: that of all tokens.
         """
 
-    def logits(self, residual: ResidualT, norm: Norm, handle: HandleT, batch: BatchT, softcap: float = 0.0) -> Any:
+    def logits(
+        self,
+        residual: ResidualT,
+        norm: Norm,
+        handle: HandleT,
+        batch: BatchT,
+        softcap: float = 0.0,
+        scale: float = 1.0,
+    ) -> Any:
         """float32 [num_samples, N] of the tokens whose logits the step wants; None if it wants none.
 
-        With a ``softcap`` > 0 they are softcap * tanh(logit / softcap). If a step does not need all of them, the result
-        may be the part that it needs, in the form of the package's own sampler.
+        They are multiplied by a ``scale`` > 0, and with a ``softcap`` > 0 then softcap * tanh(logit / softcap). If a
+        step does not need all of them, the result may be the part that it needs, in the form of the package's own
+        sampler.
         """
 
 

@@ -37,7 +37,7 @@ _HIGHEST = {
 _RANGE = {
     # yarn divides by its logarithm; float32 must hold it
     **dict.fromkeys(("rope_theta", "rope_local_base_freq"), (2.0, 1e30)),
-    **dict.fromkeys(("rms_norm_eps", "layer_norm_epsilon"), (0.0, 1.0)),
+    **dict.fromkeys(("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon"), (0.0, 1.0)),
     "initializer_range": (0.0, 1e3),
 }
 """Ranges of numbers: (lowest, which is excluded, and highest)."""
@@ -205,6 +205,10 @@ class ModelConfig:
     """The checkpoint has queries, keys and values in one matrix, qkv_proj."""
     fused_gate_up: bool = False
     """The checkpoint has gate and up in one matrix, gate_up_proj."""
+    centered_norms: bool = False
+    """The norms of the residual are layer norms without a bias, and not RMS norms."""
+    parallel_blocks: bool = False
+    """Attention and MLP read the same norm of the residual, and both are added to it."""
     qk_norm: bool = False
     qk_norm_over_all: bool = False
     """These norms are over all heads together, and not over each."""
@@ -217,6 +221,8 @@ class ModelConfig:
     """The factor is rounded to the model's dtype first."""
     score_softcap: float = 0.0
     """0: scores of attention are not capped."""
+    logit_scale: float = 1.0
+    """Factor on the logits."""
     logit_softcap: float = 0.0
     """0: logits are not capped."""
     labels: tuple[str, ...] = ()
@@ -396,6 +402,14 @@ def read_layer_windows(raw: RawConfig, window: int, default: Sequence[bool]) -> 
     if any(slides) and not window:
         raise raw.unsupported("sliding_attention in layer_types without a sliding window")
     return tuple(window if sliding else 0 for sliding in slides)
+
+
+def read_period(raw: RawConfig, key: str, default: int) -> int:
+    """A period of layers, in which the last differs from the others."""
+    period = raw.get(key, int, default)
+    if not 1 <= period <= _HIGHEST["num_hidden_layers"]:
+        raise raw.unsupported(f"{key} = {excerpt(period)}")
+    return int(period)
 
 
 def read_one_window(raw: RawConfig) -> tuple[int, ...]:

@@ -50,12 +50,15 @@ class AttentionBlock(NamedTuple):
     output: Handle
     output_norm: Norm | None = None
 
-    def forward(self, ops: ModelOps, residual: Residual, cache: LayerKVCache, batch: Batch, is_last: bool) -> None:
+    def attend(self, ops: ModelOps, residual: Residual, cache: LayerKVCache, batch: Batch, is_last: bool) -> Tensor:
+        """Everything before the product with ``output``, whose input is returned."""
         heads = ops.norm_linear(residual, self.norm, self.qkv, batch)
         x = ops.attention(heads, self.layer, cache, batch)
         ops.exchange(heads, x, residual, self.layer, cache, batch)
-        if is_last:
-            x = ops.keep_sampled(x, residual, batch)
+        return ops.keep_sampled(x, residual, batch) if is_last else x
+
+    def forward(self, ops: ModelOps, residual: Residual, cache: LayerKVCache, batch: Batch, is_last: bool) -> None:
+        x = self.attend(ops, residual, cache, batch, is_last)
         ops.linear_add_(x, self.output, residual, batch, self.output_norm)
 
 
@@ -73,6 +76,26 @@ class MLPBlock(NamedTuple):
         ops.linear_add_(x, self.down, residual, batch, self.output_norm)
 
 
+class Layer(Protocol):
+    """A layer of a decoder."""
+
+    def forward(self, ops: ModelOps, residual: Residual, cache: Any, batch: Batch, is_last: bool) -> None:
+        """Add to the residual, as ``Mixer.forward`` and ``FeedForward.forward`` together."""
+
+
+class ParallelLayer(NamedTuple):
+    """Attention and an MLP that read the same residual, and are both added to it."""
+
+    attention: AttentionBlock
+    mlp: MLPBlock
+
+    def forward(self, ops: ModelOps, residual: Residual, cache: LayerKVCache, batch: Batch, is_last: bool) -> None:
+        x = self.attention.attend(ops, residual, cache, batch, is_last)
+        y = ops.norm_linear(residual, self.mlp.norm, self.mlp.up, batch, self.mlp.activation)
+        ops.linear_add_(x, self.attention.output, residual, batch)
+        ops.linear_add_(y, self.mlp.down, residual, batch)
+
+
 class DecoderLayer(NamedTuple):
     mixer: Mixer
     feed_forward: FeedForward
@@ -85,19 +108,21 @@ class DecoderLayer(NamedTuple):
 class Decoder:
     """Layers with an embedding before them and a head behind.
 
-    Embedded tokens are multiplied by ``embedding_scale``; logits are capped at ± ``logit_softcap``, unless it is 0.
+    Embedded tokens are multiplied by ``embedding_scale``, logits by ``logit_scale``, and then capped at
+    ± ``logit_softcap``, unless it is 0.
     """
 
     def __init__(
         self,
         ops: ModelOps,
-        layers: Sequence[DecoderLayer],
+        layers: Sequence[Layer],
         *,
         embedding: Handle,
         norm: Norm,
         head: Handle,
         position_table: Tensor | None = None,
         embedding_scale: float = 1.0,
+        logit_scale: float = 1.0,
         logit_softcap: float = 0.0,
     ) -> None:
         self._ops = ops
@@ -107,6 +132,7 @@ class Decoder:
         self._head = head
         self._position_table = position_table
         self._embedding_scale = embedding_scale
+        self._logit_scale = logit_scale
         self._logit_softcap = logit_softcap
 
     def forward(self, batch: Batch, caches: Iterable[LayerCache]) -> Any:
@@ -124,7 +150,7 @@ class Decoder:
 
     def logits(self, residual: Residual, batch: Batch) -> Any:
         """Return ``Ops.logits`` of the residual that ``run`` returned, float32 [num_samples, vocab_size] as a rule."""
-        return self._ops.logits(residual, self._norm, self._head, batch, self._logit_softcap)
+        return self._ops.logits(residual, self._norm, self._head, batch, self._logit_softcap, self._logit_scale)
 
     def hidden(self, residual: Residual, batch: Batch) -> Tensor:
         """The normed states of what ``run`` left, [num_samples, H] in the model's dtype; ``logits`` may come before."""

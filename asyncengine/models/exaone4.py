@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from asyncengine.models.config import NORMS_BEHIND, ModelConfig, RawConfig, read_layer_windows
+from asyncengine.models.config import NORMS_BEHIND, ModelConfig, RawConfig, read_layer_windows, read_period
 from asyncengine.models.files import excerpt
 from asyncengine.models.llama import LlamaForCausalLM, read_decoder_config
 
@@ -28,9 +28,10 @@ def _sliding_layers(raw: RawConfig) -> list[bool]:
     num_layers, pattern = raw.integer("num_hidden_layers"), raw.get("sliding_window_pattern", (int, str), 4)
     if raw.values["sliding_window"] is None or raw.get("layer_types", list, None) is not None:
         return [False] * num_layers
-    if isinstance(pattern, str) or pattern < 1:
+    if isinstance(pattern, str):
         raise raw.unsupported(f"sliding_window_pattern = {excerpt(pattern)} without layer_types")
-    return [(i + 1) % pattern != 0 for i in range(num_layers)]
+    period = read_period(raw, "sliding_window_pattern", 4)
+    return [(i + 1) % period != 0 for i in range(num_layers)]
 
 
 class Exaone4ForCausalLM(LlamaForCausalLM):

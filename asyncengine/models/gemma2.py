@@ -37,12 +37,12 @@ def read_gemma_config(raw: RawConfig, slides: Sequence[bool]) -> ModelConfig:
     """
     if raw.flag("use_bidirectional_attention", False):
         raise raw.unsupported("use_bidirectional_attention")
-    raw = raw.renamed({"hidden_activation": "hidden_act"})
     window = 0 if raw.values["sliding_window"] is None else raw.integer("sliding_window")
     attention_bias = raw.flag("attention_bias", False)
     config = read_decoder_config(
         raw,
         activations=ACTIVATIONS,
+        activation_key="hidden_activation",
         layer_windows=read_layer_windows(raw, window, slides),
         qkv_bias=attention_bias,
         output_bias=attention_bias,

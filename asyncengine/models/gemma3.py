@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from asyncengine.models import gemma2
-from asyncengine.models.config import ModelConfig, RawConfig, read_rope, rope_of_layer_type
+from asyncengine.models.config import ModelConfig, RawConfig, read_period, read_rope, rope_of_layer_type
 from asyncengine.models.llama import LlamaForCausalLM
 
 _DEFAULTS: dict[str, Any] = gemma2.DEFAULTS | {
@@ -24,9 +24,7 @@ def read_config(raw: RawConfig) -> ModelConfig:
     raw = raw.with_defaults(_DEFAULTS)
     # transformers reads this key and caps no score by it.
     raw.require("attn_logit_softcapping", None)
-    period = raw.get("sliding_window_pattern", int, 6)
-    if not 1 <= period <= 1 << 12:
-        raise raw.unsupported(f"sliding_window_pattern = {period}")
+    period = read_period(raw, "sliding_window_pattern", 6)
     slides = [(i + 1) % period != 0 for i in range(raw.integer("num_hidden_layers"))]
     full = rope_of_layer_type(raw, "full_attention", raw.number("rope_theta", 1_000_000.0))
     sliding = rope_of_layer_type(raw, "sliding_attention", raw.number("rope_local_base_freq", 10_000.0))

@@ -14,7 +14,15 @@ from torch import Tensor
 
 from asyncengine.kernels.ops import Activation, AttentionLayer, Handle, HeadNorms, KVSpec, ModelOps, Norm
 from asyncengine.models.config import ModelConfig, RawConfig, read_rope, require_full_attention, scaled_positions
-from asyncengine.models.decoder import AttentionBlock, Decoder, DecoderLayer, FeedForward, MLPBlock
+from asyncengine.models.decoder import (
+    AttentionBlock,
+    Decoder,
+    DecoderLayer,
+    FeedForward,
+    Layer,
+    MLPBlock,
+    ParallelLayer,
+)
 from asyncengine.models.files import excerpt
 from asyncengine.models.rotary import head_order, rotary_table
 from asyncengine.models.weights.shard import Cut
@@ -29,6 +37,8 @@ def read_decoder_config(
     raw: RawConfig,
     *,
     activations: Mapping[str, Activation] = _SILU,
+    activation_key: str = "hidden_act",
+    eps_key: str = "rms_norm_eps",
     default_kv_heads: int | None = None,
     layer_windows: tuple[int, ...] | None = None,
     head_dim: int | None = None,
@@ -41,12 +51,12 @@ def read_decoder_config(
 ) -> ModelConfig:
     """Read the configuration of a relative of Llama; keywords are the points in which they differ.
 
-    ``activations`` maps the values of hidden_act, the first of which an absent key means. ``rope_theta`` and
+    ``activations`` maps the values of ``activation_key``, the first of which an absent key means. ``rope_theta`` and
     ``partial_rotary`` are as in ``read_rope``.
     """
-    activation = raw.get("hidden_act", str, next(iter(activations)))
+    activation = raw.get(activation_key, str, next(iter(activations)))
     if activation not in activations:
-        raise raw.unsupported(f"hidden_act = {excerpt(activation)}")
+        raise raw.unsupported(f"{activation_key} = {excerpt(activation)}")
     hidden_size = raw.integer("hidden_size")
     num_layers = raw.integer("num_hidden_layers")
     num_heads = raw.integer("num_attention_heads")
@@ -73,7 +83,7 @@ def read_decoder_config(
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
         max_positions=scaled_positions(rope, max_positions),
-        norm_eps=raw.number("rms_norm_eps", 1e-6),
+        norm_eps=raw.number(eps_key, 1e-6),
         activation=activations[activation],
         tie_word_embeddings=raw.flag("tie_word_embeddings", False),
         initializer_range=raw.number("initializer_range", 0.02),
@@ -131,17 +141,17 @@ class LayerWeights:
         return self._ops.make_linear(matrices, biases)
 
     def norm(self, name: str, size: int) -> Norm:
-        return rms_norm(self.config, self._weights.tensor(f"model.layers.{self.index}.{name}.weight", size))
+        return make_norm(self.config, self._weights.tensor(f"model.layers.{self.index}.{name}.weight", size))
 
     def block_norm(self, name: str | None) -> Norm | None:
         """A norm of the residual, or of what is added to it; None if the layer has none there."""
         return None if name is None else self.norm(name, self.config.hidden_size)
 
 
-def rms_norm(config: ModelConfig, weight: Tensor) -> Norm:
+def make_norm(config: ModelConfig, weight: Tensor) -> Norm:
     if config.norm_weight_offset:
         weight = weight + config.norm_weight_offset
-    return Norm(weight, None, config.norm_eps)
+    return Norm(weight, torch.zeros_like(weight) if config.centered_norms else None, config.norm_eps)
 
 
 def attention_block(layer: LayerWeights, cos_sin: Tensor | None, query_scales: Tensor | None = None) -> AttentionBlock:
@@ -174,14 +184,15 @@ def attention_block(layer: LayerWeights, cos_sin: Tensor | None, query_scales: T
     return AttentionBlock(before, qkv, attention, output, behind)
 
 
-def mlp_block(layer: LayerWeights) -> MLPBlock:
+def mlp_block(layer: LayerWeights, norm: Norm | None = None) -> MLPBlock:
+    """The MLP of a layer; with a ``norm``, behind this one and not behind its own."""
     config, names = layer.config, layer.config.layer_norms
     hidden, inner = config.hidden_size, config.intermediate_size
     fused = "gate_up" if config.fused_gate_up else None
     up = layer.linear("mlp", {"gate": inner, "up": inner}, hidden, "rows", bias=config.mlp_bias, fused=fused)
     down = layer.linear("mlp", {"down": hidden}, inner, "columns", bias=config.mlp_bias)
     before, behind = map(layer.block_norm, (names.before_mlp, names.behind_mlp))
-    return MLPBlock(before, up, config.activation, down, behind)
+    return MLPBlock(norm or before, up, config.activation, down, behind)
 
 
 def query_scales(config: ModelConfig, max_positions: int) -> Tensor | None:
@@ -217,11 +228,15 @@ class LlamaForCausalLM(Decoder):
             scales = scales.to(ops.device)
         table = weights.table(config.embedding, config.vocab_size, config.hidden_size)
         embedding = ops.make_embedding(table, tied=config.tie_word_embeddings)
-        layers = []
+        layers: list[Layer] = []
         for index, rope in enumerate(config.layer_ropes):
             layer = LayerWeights(config, index, weights, ops)
-            layers.append(DecoderLayer(attention_block(layer, tables.get(rope), scales), self.feed_forward(layer)))
-        norm = rms_norm(config, weights.tensor("model.norm.weight", config.hidden_size))
+            attention = attention_block(layer, tables.get(rope), scales)
+            if config.parallel_blocks:
+                layers.append(ParallelLayer(attention, mlp_block(layer, attention.norm)))
+            else:
+                layers.append(DecoderLayer(attention, self.feed_forward(layer)))
+        norm = make_norm(config, weights.tensor("model.norm.weight", config.hidden_size))
         head = embedding
         if not config.tie_word_embeddings:
             head = ops.make_head(weights.table(*config.head_shape))
@@ -235,6 +250,7 @@ class LlamaForCausalLM(Decoder):
             norm=norm,
             head=head,
             embedding_scale=scale,
+            logit_scale=config.logit_scale,
             logit_softcap=config.logit_softcap,
         )
 

@@ -12,10 +12,13 @@ from torch import Tensor
 from asyncengine.errors import ModelError, UnsupportedModelError
 from asyncengine.kernels.ops import Batch, BatchT, LayerCache, ModelOps
 from asyncengine.models import (
+    cohere2,
     exaone4,
     gemma2,
     gemma3,
+    glm,
     gpt2,
+    granite,
     llama,
     ministral3,
     mistral,
@@ -76,6 +79,10 @@ FAMILIES = {
     "Olmo2ForCausalLM": Family(olmo2.read_config, olmo2.Olmo2ForCausalLM, ("olmo2",), quantizable=False),
     "Olmo3ForCausalLM": Family(olmo3.read_config, olmo3.Olmo3ForCausalLM, ("olmo3",), quantizable=False),
     "Exaone4ForCausalLM": Family(exaone4.read_config, exaone4.Exaone4ForCausalLM, ("exaone4",), quantizable=False),
+    "GraniteForCausalLM": Family(granite.read_config, granite.GraniteForCausalLM, ("granite",)),
+    "Cohere2ForCausalLM": Family(cohere2.read_config, cohere2.Cohere2ForCausalLM, ("cohere2",), quantizable=False),
+    "GlmForCausalLM": Family(glm.read_config, glm.GlmForCausalLM, ("glm",)),
+    "Glm4ForCausalLM": Family(glm.read_glm4_config, glm.Glm4ForCausalLM, ("glm4",), quantizable=False),
 }
 
 
@@ -103,7 +110,9 @@ def _with_labels(raw: RawConfig, config: ModelConfig) -> ModelConfig:
     if kind == "regression":
         raise raw.unsupported("problem_type = regression")
     exclusive = len(labels) > 1 and kind != "multi_label_classification"
-    return replace(config, labels=labels, exclusive_labels=exclusive, tie_word_embeddings=False, logit_softcap=0.0)
+    return replace(
+        config, labels=labels, exclusive_labels=exclusive, tie_word_embeddings=False, logit_scale=1.0, logit_softcap=0.0
+    )
 
 
 def _text_part(model_type: str, *architectures: str) -> Family:
@@ -143,8 +152,13 @@ for _name, _causal in (
     ("Olmo2", "Olmo2ForCausalLM"),
     ("Olmo3", "Olmo3ForCausalLM"),
     ("Exaone4", "Exaone4ForCausalLM"),
+    ("Granite", "GraniteForCausalLM"),
+    ("Cohere2", "Cohere2ForCausalLM"),
+    ("Glm", "GlmForCausalLM"),
+    ("Glm4", "Glm4ForCausalLM"),
 ):
-    FAMILIES[f"{_name}ForSequenceClassification"] = _classifier(FAMILIES[_causal])
+    if _name not in ("Granite", "Cohere2"):  # transformers has no such class
+        FAMILIES[f"{_name}ForSequenceClassification"] = _classifier(FAMILIES[_causal])
     # Saved without a head, as embedding models are. The weights say whether there is one (``settle_head``).
     FAMILIES[f"{_name}Model"] = FAMILIES[_causal]
 

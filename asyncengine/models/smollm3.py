@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from asyncengine.models.config import ModelConfig, RawConfig, read_layer_windows
+from asyncengine.models.config import ModelConfig, RawConfig, read_layer_windows, read_period
 from asyncengine.models.files import excerpt
 from asyncengine.models.llama import LlamaForCausalLM, read_decoder_config
 
@@ -33,10 +33,8 @@ def read_config(raw: RawConfig) -> ModelConfig:
 def _rotated_layers(raw: RawConfig) -> list[bool]:
     """The layers that rotate: no_rope_layers holds 1 for these, and 0 for the others."""
     num_layers = raw.integer("num_hidden_layers")
-    values, interval = raw.get("no_rope_layers", list, None), raw.get("no_rope_layer_interval", int, 4)
+    values, interval = raw.get("no_rope_layers", list, None), read_period(raw, "no_rope_layer_interval", 4)
     if values is None:
-        if interval < 1:
-            raise raw.unsupported(f"no_rope_layer_interval = {excerpt(interval)}")
         return [(i + 1) % interval != 0 for i in range(num_layers)]
     if len(values) < num_layers or any(isinstance(v, bool) or v not in (0, 1) for v in values):
         raise raw.unsupported(f"no_rope_layers = {excerpt(values)} for {num_layers} layers")

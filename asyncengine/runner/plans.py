@@ -173,7 +173,13 @@ class _PlanOps(CudaOps):
         return self._heads
 
     def logits(
-        self, residual: Residual, norm: Norm, handle: CudaLinear, batch: CudaBatch, softcap: float = 0.0
+        self,
+        residual: Residual,
+        norm: Norm,
+        handle: CudaLinear,
+        batch: CudaBatch,
+        softcap: float = 0.0,
+        scale: float = 1.0,
     ) -> Tensor:
         rows = len(batch.step.sample_index)
         if not batch.needs and rows > 1 and self.gpu.tma:

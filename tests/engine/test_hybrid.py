@@ -57,7 +57,11 @@ def test_outputs_are_those_of_an_engine_with_room(config: dict[str, Any]) -> Non
     assert stats.num_host_rows == 0
 
 
-@pytest.mark.parametrize("variant", ["gpt2", "llama-odd-heads-biased", "mistral-window", "qwen3-window-biased"])
+KINDS = ["gpt2", "llama-odd-heads-biased", "mistral-window", "qwen3-window-biased"]
+KINDS += ["gemma2", "gemma3", "phi3", "smollm3", "ministral3", "olmo2", "exaone4", "cohere2", "glm4"]
+
+
+@pytest.mark.parametrize("variant", KINDS)
 def test_every_kind_of_model(variant: str, tmp_path: Path) -> None:
     tiny.build_model(variant).save_pretrained(tmp_path)
     rng = random.Random(variant)

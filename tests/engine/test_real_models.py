@@ -100,7 +100,10 @@ def test_greedy_tokens_equal_transformers(checkpoints, variant):
     assert outputs == [[tuple(tiny.generate(model, prompt, COUNT))] for prompt in prompts]
 
 
-VARIED = ["gpt2", "llama-odd-heads-biased", "mistral-window", "qwen3"]
+VARIED = [
+    "gpt2", "llama-odd-heads-biased", "mistral-window", "qwen3", "gemma2", "gemma3", "phi3-longrope", "smollm3",
+    "seed-oss", "ministral3", "olmo2", "olmo3-yarn", "exaone4", "granite", "cohere2", "glm", "glm4",
+]  # fmt: skip
 MACHINERY: dict[str, dict[str, Any]] = {
     "together": {},
     "one step in flight": {"steps_in_flight": 1},

@@ -93,8 +93,8 @@ def test_a_product_of_the_residual_without_a_norm(
 
 
 @pytest.mark.parametrize("out_features", [48, 50])
-def test_a_cap_of_logits(device: torch.device, out_features: int) -> None:
-    """A greedy batch has none: the order is the same."""
+def test_a_cap_and_a_scale_of_logits(device: torch.device, out_features: int) -> None:
+    """A greedy batch has neither: the order is the same."""
     ops, step = CudaOps(device), allocate_step(1, 1, 2, 4, device)
     step.sample_index.copy_(torch.tensor([3, 1]))
     x, norm = random(device, 4, 64), Norm(random(device, 64, seed=1), None, 1e-5)
@@ -104,8 +104,10 @@ def test_a_cap_of_logits(device: torch.device, out_features: int) -> None:
     assert isinstance(plain, torch.Tensor)
     assert plain.abs().max() > 5
     torch.testing.assert_close(capped, 5.0 * torch.tanh(plain / 5.0), rtol=1e-5, atol=1e-5)
+    scaled = ops.logits(Residual(x), norm, head, CudaBatch(step), softcap=5.0, scale=0.3)
+    torch.testing.assert_close(scaled, 5.0 * torch.tanh(plain * 0.3 / 5.0), rtol=1e-5, atol=1e-5)
     greedy = CudaBatch(step, needs=0)
-    assert torch.equal(ops.logits(Residual(x), norm, head, greedy, softcap=5.0), plain)
+    assert torch.equal(ops.logits(Residual(x), norm, head, greedy, softcap=5.0, scale=0.3), plain)
 
 
 def test_a_cap_leaves_what_lies_between_rows(device: torch.device) -> None:

@@ -40,6 +40,10 @@ SOURCES = {
     "olmo2": ["olmo2"],
     "olmo3": ["olmo3"],
     "exaone4": ["exaone4"],
+    "granite": ["granite"],
+    "cohere2": ["cohere2"],
+    "glm": ["glm"],
+    "glm4": ["glm4"],
 }
 SHARED = ["masking_utils.py", "cache_utils.py", "modeling_rope_utils.py"]
 HARMLESS = {
@@ -223,6 +227,16 @@ HONOURED: dict[str, tuple[str, dict[str, Any]]] = {
     "EXAONE 4 with a pattern of windows": ("exaone4", {"layer_types": None, "sliding_window_pattern": 2}),
     "EXAONE 4 with layer_types": ("exaone4", {"layer_types": [*TYPES, "sliding_attention"]}),
     "EXAONE 4 without a window": ("exaone4-no-window", {}),
+    "Granite with factors that are integers": (
+        "granite",
+        {"embedding_multiplier": 12, "residual_multiplier": 1, "attention_multiplier": 1, "logits_scaling": 8},
+    ),
+    "Cohere 2 with a pattern of windows": ("cohere2", {"layer_types": None, "sliding_window_pattern": 2}),
+    "Cohere 2 with yarn": ("cohere2", {"rope_parameters": tiny.YARN_ROPE}),
+    "GLM with other names of the rotary settings": (
+        "glm", {"rope_parameters": None, "rope_theta": 300.0, "partial_rotary_factor": 1.0},
+    ),
+    "GLM-4 without biases": ("glm4", {"attention_bias": False}),
     "GPT-2 with the other names of its sizes": (
         "gpt2",
         {"n_layer": 7, "num_hidden_layers": 2, "num_attention_heads": 3, "n_positions": 9,
@@ -298,6 +312,14 @@ SLIDING = ["sliding_attention"] * 3
         ("smollm3", {"no_rope_layers": [1, 0]}, r"no_rope_layers = \[1, 0\] for 4 layers"),
         ("smollm3", {"no_rope_layers": [1, 0, 2, 1]}, r"no_rope_layers = "),
         ("smollm3", {"no_rope_layers": None, "no_rope_layer_interval": 0}, r"no_rope_layer_interval = 0"),
+        ("granite", {"hidden_act": "gelu"}, "hidden_act = 'gelu'"),
+        ("cohere2", {"layer_types": None, "sliding_window_pattern": 0}, "sliding_window_pattern = 0"),
+        ("gemma3", {"hidden_activation": "silu"}, "hidden_activation = 'silu'"),
+        (
+            "glm4",
+            {"rope_parameters": ROPE | {"partial_rotary_factor": 0.4}},
+            "partial_rotary_factor = 0.4 of heads of 8",
+        ),
         ("exaone4", {"layer_types": None, "sliding_window_pattern": "LLG"}, "sliding_window_pattern = 'LLG'"),
         ("exaone4", {"layer_types": None, "sliding_window_pattern": 0}, "sliding_window_pattern = 0"),
         ("olmo3", {"layer_types": ["chunked_attention"] * 4}, "layer type 'chunked_attention'"),

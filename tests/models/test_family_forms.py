@@ -22,8 +22,22 @@ from tests.engine.test_embeddings import classes_are_those_of_transformers
 from tests.models import tiny
 from tests.models.test_checkpoints import check_vectors, edit
 
-VARIANTS = ["gemma2", "gemma3", "phi3", "smollm3", "seed-oss", "ministral3", "olmo2", "olmo3", "exaone4"]
-UNLABELLED: set[str] = set()
+VARIANTS = [
+    "gemma2",
+    "gemma3",
+    "phi3",
+    "smollm3",
+    "seed-oss",
+    "ministral3",
+    "olmo2",
+    "olmo3",
+    "exaone4",
+    "granite",
+    "cohere2",
+    "glm",
+    "glm4",
+]
+UNLABELLED = {"granite", "cohere2"}
 """transformers has no classification model of these."""
 PROMPT = [(11 * i + 5) % tiny.VOCAB_SIZE for i in range(30)]
 

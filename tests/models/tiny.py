@@ -205,6 +205,55 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
             "tie_word_embeddings": True,
         },
     ),
+    "granite": (
+        "Granite",
+        DECODER
+        | {
+            "embedding_multiplier": 3.0, "residual_multiplier": 0.6, "attention_multiplier": 0.25,
+            "logits_scaling": 5.0, "rms_norm_eps": 0.01,
+        },
+    ),
+    "granite-biased": (
+        "Granite",
+        DECODER
+        | {
+            "hidden_size": 56, "num_attention_heads": 7, "num_key_value_heads": 7, "attention_bias": True,
+            "mlp_bias": True, "tie_word_embeddings": True, "residual_multiplier": 1.7, "logits_scaling": 0.5,
+        },
+    ),
+    "cohere2": (
+        "Cohere2",
+        DECODER | {"num_hidden_layers": 4, "sliding_window": 7, "logit_scale": 0.3, "pad_token_id": None},
+    ),
+    "cohere2-biased": (
+        "Cohere2",
+        DECODER
+        | {
+            "hidden_size": 60, "num_attention_heads": 5, "num_key_value_heads": 1, "attention_bias": True,
+            "sliding_window": 9, "layer_norm_eps": 0.02, "tie_word_embeddings": False, "pad_token_id": None,
+            "layer_types": ["full_attention", "sliding_attention", "sliding_attention"],
+        },
+    ),
+    "glm": ("Glm", DECODER | {"head_dim": 8, "pad_token_id": None}),
+    "glm-unbiased": (
+        "Glm",
+        DECODER
+        | {
+            "head_dim": 16, "num_key_value_heads": 3, "attention_bias": False, "tie_word_embeddings": True,
+            "pad_token_id": None,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 700.0, "partial_rotary_factor": 0.75},
+        },
+    ),
+    "glm4": ("Glm4", DECODER | {"head_dim": 8, "pad_token_id": None}),
+    "glm4-unbiased": (
+        "Glm4",
+        DECODER
+        | {
+            "head_dim": 12, "num_key_value_heads": 6, "attention_bias": False, "tie_word_embeddings": True,
+            "rms_norm_eps": 0.01, "pad_token_id": None,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 700.0, "partial_rotary_factor": 1.0},
+        },
+    ),
 }  # fmt: skip
 
 

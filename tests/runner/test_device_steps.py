@@ -108,7 +108,9 @@ def mixed_jobs() -> Jobs:
     return jobs
 
 
-@pytest.mark.parametrize("variant", tiny.VARIANTS if GPU else ["gpt2", "qwen3-window-biased", "ministral3", "olmo2"])
+@pytest.mark.parametrize(
+    "variant", tiny.VARIANTS if GPU else ["gpt2", "qwen3-window-biased", "ministral3", "olmo2", "cohere2"]
+)
 def test_tokens_equal_transformers(checkpoint, variant):
     path, model = checkpoint(variant)
     outputs, _ = generate(path, [(prompt, greedy()) for prompt in PROMPTS])

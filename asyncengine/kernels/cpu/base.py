@@ -124,6 +124,7 @@ class BaseOps(Ops[StepBatch, Residual, HandleT]):
     def linear_add_(
         self, x: Tensor, handle: HandleT, residual: Residual, batch: StepBatch, norm: Norm | None = None
     ) -> None:
+        self.plain(residual, batch)  # the product may be written where the one that is pending lies
         self.add_(self.multiply(x, handle), residual, batch, norm)
 
     def normed(self, residual: Residual, norm: Norm, batch: StepBatch) -> Tensor:
@@ -141,7 +142,7 @@ class BaseOps(Ops[StepBatch, Residual, HandleT]):
         return experts.mix_rows(x, routing, block)
 
     def add_(self, x: Tensor, residual: Residual, batch: StepBatch, norm: Norm | None = None) -> None:
-        assert residual.pending is None
+        self.plain(residual, batch)
         if self.reduction is not None:
             self.reduction(x, batch)
         residual.pending = x if norm is None else self.norm(x, norm)
@@ -212,11 +213,19 @@ class BaseOps(Ops[StepBatch, Residual, HandleT]):
         return self.normed(residual if batch.needs & Need.mean else self._sampled(residual, batch), norm, batch)
 
     def logits(
-        self, residual: Residual, norm: Norm, handle: HandleT, batch: StepBatch, softcap: float = 0.0
+        self,
+        residual: Residual,
+        norm: Norm,
+        handle: HandleT,
+        batch: StepBatch,
+        softcap: float = 0.0,
+        scale: float = 1.0,
     ) -> Tensor | None:
         if not batch.num_samples:
             return None
         y = self._logits(self._sampled(residual, batch), norm, handle, batch)
+        if scale != 1:
+            y *= scale
         return self.soft_cap_(y, softcap) if softcap else y
 
     def _logits(self, residual: Residual, norm: Norm, handle: HandleT, batch: StepBatch) -> Tensor:

@@ -218,7 +218,8 @@ class CpuOps(BaseOps[CpuLinearHandle | UnpackedHandle]):
         batch: StepBatch,
         norm: Norm | None = None,
     ) -> None:
-        assert residual.pending is None
+        if residual.pending is not None:
+            self.plain(residual, batch)
         if isinstance(handle, UnpackedHandle):
             super().linear_add_(x, handle, residual, batch, norm)
             return

@@ -187,10 +187,16 @@ class CudaOps:
         return residual.read_by_kernel(norm, index, pdl=self.options.pdl)
 
     def logits(
-        self, residual: Residual, norm: Norm, handle: CudaLinear, batch: CudaBatch, softcap: float = 0.0
+        self,
+        residual: Residual,
+        norm: Norm,
+        handle: CudaLinear,
+        batch: CudaBatch,
+        softcap: float = 0.0,
+        scale: float = 1.0,
     ) -> Tensor | Ranks:
-        """Return logits for ``sample``. A greedy batch gets ranks, if there is a plan for them, and no cap, which keeps
-        the order."""
+        """Return logits for ``sample``. A greedy batch gets ranks, if there is a plan for them, and neither scale nor
+        cap, which keep the order."""
         index, dtype, pdl = batch.step.sample_index, residual.x.dtype, self.options.pdl
         if not batch.needs and self.gpu.tma and len(index) > 1:
             plan = self.choices.plan(handle.site(len(index), dtype, norm, "argmax"))
@@ -199,6 +205,8 @@ class CudaOps:
         plan = self.choices.plan(handle.site(len(index), dtype, norm))
         operand = residual.read(norm, plan, handle.format, index=index, pdl=pdl)
         y = as_tensor(self._projections.project(operand, handle, plan, dtype=torch.float32))
+        if scale != 1 and batch.needs:
+            y.mul_(scale)
         if softcap and batch.needs:
             soft_cap_(y, softcap, pdl=pdl)
         return y
