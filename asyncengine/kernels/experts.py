@@ -16,17 +16,15 @@ Block = Callable[[int, Tensor], Tensor]
 
 def make_experts(
     make_linear: Callable[[Sequence[PackedWeight], Sequence[Tensor | None]], HandleT],
-    up: PackedWeight,
-    down: PackedWeight,
+    up: Sequence[Sequence[PackedWeight]],
+    down: Sequence[PackedWeight],
     activation: Activation,
 ) -> Experts[HandleT]:
-    """A handle for each matrix of each expert. Raises ValueError if the weights are of different numbers of experts."""
-    if not up.experts or up.experts != down.experts:
-        raise ValueError(f"weights of {up.experts} and {down.experts} experts do not belong together")
-    of_up, of_down = (
-        tuple(make_linear([weight.expert(index)], [None]) for index in range(weight.experts)) for weight in (up, down)
-    )
-    return Experts(of_up, of_down, activation)
+    """Two handles for each expert. Raises ValueError if there are other numbers of experts in ``up`` and ``down``."""
+    if len(up) != len(down):
+        raise ValueError(f"weights of {len(up)} and of {len(down)} experts do not belong together")
+    of_up = tuple(make_linear(weights, [None] * len(weights)) for weights in up)
+    return Experts(of_up, tuple(make_linear([weight], [None]) for weight in down), activation)
 
 
 def mix_rows(x: Tensor, routing: Routing, block: Block) -> Tensor:

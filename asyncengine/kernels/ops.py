@@ -236,8 +236,14 @@ class Ops(Protocol[BatchT, ResidualT, HandleT]):
         are copied there anyway. Otherwise it is read where the file is mapped.
         """
 
-    def make_experts(self, up: PackedWeight, down: PackedWeight, activation: Activation) -> Experts[HandleT]:
-        """A handle for ``experts`` with weights [E, N, K] and [E, H, I]. N is I, or 2 I for a gated activation."""
+    def make_experts(
+        self, up: Sequence[Sequence[PackedWeight]], down: Sequence[PackedWeight], activation: Activation
+    ) -> Experts[HandleT]:
+        """A handle for ``experts``: for each the weights [I, K] of its first product, one or gate and up, and the
+        weight [H, I] of its second.
+
+        The CPU copies no contiguous dense weight. Raises ValueError if ``up`` and ``down`` differ in length.
+        """
 
     def embed(
         self, batch: BatchT, embedding: HandleT, position_table: Tensor | None = None, scale: float = 1.0

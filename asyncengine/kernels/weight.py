@@ -22,21 +22,13 @@ FLOAT8 = "float8"
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PackedWeight:
-    """A matrix [out_features, in_features] in a format, or one for each of several experts."""
+    """A matrix [out_features, in_features] in a format."""
 
     format: str
     tensors: Mapping[str, Tensor]
     """The format's tensors by name."""
     out_features: int
     in_features: int
-    experts: int = 0
-    """Number of matrices that are stacked along a further axis, the first one, of each tensor. 0: there is one matrix,
-    and no such axis."""
-
-    def expert(self, index: int) -> PackedWeight:
-        """The matrix of one expert, which shares the memory of the stack."""
-        tensors = {name: tensor[index] for name, tensor in self.tensors.items()}
-        return PackedWeight(self.format, tensors, self.out_features, self.in_features)
 
     @property
     def nbytes(self) -> int:
@@ -44,9 +36,8 @@ class PackedWeight:
 
 
 def dense(weight: Tensor) -> PackedWeight:
-    """Pack a weight [N, K], or the weights of experts [E, N, K], that stays as it is."""
-    experts = weight.shape[0] if weight.dim() == 3 else 0
-    return PackedWeight(DENSE, {"weight": weight}, weight.shape[-2], weight.shape[-1], experts)
+    """Pack a weight [N, K] that stays as it is."""
+    return PackedWeight(DENSE, {"weight": weight}, *weight.shape)
 
 
 def common_format(weights: Sequence[PackedWeight]) -> str:

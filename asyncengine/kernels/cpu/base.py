@@ -71,7 +71,9 @@ class BaseOps(Ops[StepBatch, Residual, HandleT]):
     def make_embedding(self, table: PackedWeight, *, tied: bool, copy: bool = False) -> HandleT:
         return self.make_head(table)
 
-    def make_experts(self, up: PackedWeight, down: PackedWeight, activation: Activation) -> Experts[HandleT]:
+    def make_experts(
+        self, up: Sequence[Sequence[PackedWeight]], down: Sequence[PackedWeight], activation: Activation
+    ) -> Experts[HandleT]:
         return experts.make_experts(self.make_linear, up, down, activation)
 
     @abstractmethod

@@ -91,7 +91,9 @@ class CudaOps:
         [rows] = tensors_of([table], "weight", DENSE)
         return self.make_head(table) if tied else CudaLinear(rows, None, len(rows))
 
-    def make_experts(self, up: PackedWeight, down: PackedWeight, activation: Activation) -> Experts[CudaLinear]:
+    def make_experts(
+        self, up: Sequence[Sequence[PackedWeight]], down: Sequence[PackedWeight], activation: Activation
+    ) -> Experts[CudaLinear]:
         return make_experts(self.make_linear, up, down, activation)
 
     def embed(
