@@ -617,18 +617,15 @@ class StepRecord(NamedTuple):
     """A step that is over. Times are those of time.monotonic_ns()."""
 
     step: int = 0
-    begun_ns: int = 0
-    """Scheduling began."""
+    begun_ns: int = 0  # scheduling began
     packed_ns: int = 0
     """The step was scheduled and packed, and the launch began."""
     launched_ns: int = 0
     """The launch returned. The device runs the step from then on, or once the step before is over."""
-    ready_ns: int = 0
-    """The step thread saw that the device was done."""
+    ready_ns: int = 0  # the step thread saw that the device was done
     committed_ns: int = 0
     """The step's tokens were taken in, and offered to the event loop."""
-    rows: int = 0
-    """Sequences in it."""
+    rows: int = 0  # sequences in it
     tokens: int = 0  # computed in it, of prompts too
     decode_rows: int = 0
     """Sequences of which it computes one more token, and no prompt."""
