@@ -420,16 +420,19 @@ class SimulatedDevice:
     def fail_call(self, call: str, nth: int = 0, error: int = 2) -> None:
         """The n-th copy, graph_launch, event_record or wait_event from now does nothing but answer ``error``."""
     def resume(self) -> None: ...
+    @staticmethod
+    def wrong_device_calls() -> int: ...  # of all devices: calls made while another device was current
     def next_token(self, tokens: Sequence[int], temperature: float = 0.0, seed: int = 0) -> int:
         """Return the token that the simulated model gives after ``tokens``: the reference for tests."""
 
 class CudaDevice:
     """A device behind the table of CUDA functions."""
 
-    def __init__(self, libcudart: str, ordinal: int) -> None:
+    def __init__(self, libcudart: str, index: int) -> None:
         """The library must be loaded already. Raises RuntimeError if it is not, or lacks a function."""
     @staticmethod
     def simulated(device: SimulatedDevice) -> CudaDevice: ...
+    index: Final[int]
 
 class Staging:
     """StepInputs and results on their way, a pair of buffers per step in flight."""
@@ -614,18 +617,15 @@ class StepRecord(NamedTuple):
     """A step that is over. Times are those of time.monotonic_ns()."""
 
     step: int = 0
-    begun_ns: int = 0
-    """Scheduling began."""
+    begun_ns: int = 0  # scheduling began
     packed_ns: int = 0
     """The step was scheduled and packed, and the launch began."""
     launched_ns: int = 0
     """The launch returned. The device runs the step from then on, or once the step before is over."""
-    ready_ns: int = 0
-    """The step thread saw that the device was done."""
+    ready_ns: int = 0  # the step thread saw that the device was done
     committed_ns: int = 0
     """The step's tokens were taken in, and offered to the event loop."""
-    rows: int = 0
-    """Sequences in it."""
+    rows: int = 0  # sequences in it
     tokens: int = 0  # computed in it, of prompts too
     decode_rows: int = 0
     """Sequences of which it computes one more token, and no prompt."""

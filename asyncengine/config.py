@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import os
+import re
 from dataclasses import dataclass
 from types import UnionType
 from typing import Any, Literal, Self, Union, get_args, get_origin, get_type_hints
@@ -22,6 +23,7 @@ _HIGHEST = {
 }
 """Highest values of integer fields: the core's and torch's integers end there, and no machine has more cores than the
 limit of threads."""
+_DEVICE = re.compile(r"auto|cpu|cuda(:(0|[1-9][0-9]{0,3}))?")
 _MOST_DEFAULT_LANES = 8
 _FASTEST_CARDS = ("H100", "H200", "H800", "B100", "B200", "B300")
 """By what their names contain: 3 TB/s of memory and more."""
@@ -79,8 +81,9 @@ class EngineConfig:
     """Layers in float8, on a GPU. fp8 gives weights a scale for each output channel, quantises them when they are
     loaded, and activations row by row. For families with RMS norms before the blocks and SiLU, as Llama, Mistral, Qwen
     and Phi, in bfloat16."""
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Device that runs the model. auto takes a GPU if there is one."""
+    device: str = "auto"
+    """Device that runs the model: cpu, or a GPU by its number, as in cuda:1; cuda is cuda:0. auto takes cuda:0 if there
+    is a GPU."""
     seed: int = 0
     """Seed of dummy weights and of the seeds drawn for requests that bring none."""
 
@@ -188,6 +191,8 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         check_types(self)
+        if not _DEVICE.fullmatch(self.device):
+            raise ConfigError(f"device must be auto, cpu, cuda or cuda:NUMBER, got {self.device!r}")
         for field in ("max_num_seqs", "max_num_batched_tokens", *_QUEUED):
             self._at_least(field, 1)
         for field in (
@@ -270,6 +275,11 @@ class EngineConfig:
                 hint = f"; did you mean {near[0]!r}?" if near else ""
                 raise ConfigError(f"unknown configuration keyword {key!r}{hint}")
         return cls(model=model, **kwargs)
+
+    @property
+    def device_index(self) -> int:
+        """The number of the GPU that ``device`` names; 0 if it names none."""
+        return int(self.device.partition(":")[2] or 0)
 
     @property
     def num_threads(self) -> int:

@@ -17,7 +17,7 @@ class EngineOptions(TypedDict, total=False):
     load_format: Literal["auto", "safetensors", "dummy"]
     dtype: Literal["auto", "float32", "bfloat16"]
     quantization: Literal["none", "fp8"]
-    device: Literal["auto", "cpu", "cuda"]
+    device: str
     seed: int
     max_model_len: int | None
     max_num_seqs: int

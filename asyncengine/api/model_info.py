@@ -16,6 +16,8 @@ class ModelInfo:
     dtype: str
     device: str
     """The device that computes: cpu, or the GPU's name."""
+    device_index: int | None = None
+    """Number of the GPU, as in cuda:1; None on the CPU."""
     vocab_size: int
     """Rows of the embedding. The tokenizer may have fewer tokens, or more."""
     max_model_len: int
@@ -46,6 +48,11 @@ class ModelInfo:
     """A prompt has one of the labels, not any number of them."""
     generates: bool = True
     """True if the model has a head for tokens."""
+
+    @property
+    def device_label(self) -> str:
+        """The name of the device, with the number of a GPU."""
+        return self.device if self.device_index is None else f"{self.device} (cuda:{self.device_index})"
 
     @property
     def kv_layer_token_bytes(self) -> float:

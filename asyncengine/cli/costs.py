@@ -69,7 +69,7 @@ async def _run(args: argparse.Namespace) -> int:
     if getattr(args, "json", False):
         print(json.dumps(_as_dict(config, info, costs, predictions), indent=1))
         return 0
-    print(f"{info.name} on {info.device}, {info.dtype}; kept in {costs.file.path}")
+    print(f"{info.name} on {info.device_label}, {info.dtype}; kept in {costs.file.path}")
     for block in (*_table(costs.table), *_host_tables(config, info, costs.table), _prediction_table(predictions)):
         print("\n" + "\n".join(_aligned(block)))
     return 0

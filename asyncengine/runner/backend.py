@@ -150,9 +150,9 @@ def load_backend(config: EngineConfig, *, progress: bool, measure: bool = False)
 
 
 def choose_device(config: EngineConfig) -> Literal["cpu", "cuda"]:
-    """Return the device that ``config.device`` names; auto is a GPU if torch sees one."""
+    """Return the kind of device that ``config.device`` names; auto is a GPU if torch sees one."""
     if config.device != "auto":
-        return config.device
+        return "cpu" if config.device == "cpu" else "cuda"
     import torch
 
     return "cuda" if torch.cuda.is_available() else "cpu"

@@ -65,17 +65,20 @@ class CudaRunner:
         self.graphs = CapturedSteps(device)
         self._device = device
         self._buffers = buffers
-        self.cuda_stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        self.cuda_stream = torch.cuda.Stream(steps.cache.memory.device)  # type: ignore[no-untyped-call]
 
     @classmethod
     def load(cls, config: EngineConfig, *, progress: bool = False) -> Self:
         """Load the model and size the KV cache; nothing is captured yet.
 
-        Raises ModelError, and ConfigError if there is no GPU or its memory does not do.
+        Raises ModelError, and ConfigError if there is no such GPU or its memory does not do.
         """
-        if not torch.cuda.is_available():
-            raise ConfigError("device=cuda, but torch sees no GPU: check the driver, and that torch is built for CUDA")
-        device = torch.device("cuda", torch.cuda.current_device())
+        device = find_gpu(config)
+        with torch.cuda.device(device):  # kernels are launched on the current one
+            return cls._load(config, device, progress=progress)
+
+    @classmethod
+    def _load(cls, config: EngineConfig, device: torch.device, *, progress: bool) -> Self:
         torch.empty(1, device=device)  # torch loads the CUDA runtime when it first needs it
         native = CudaDevice(loaded_libcudart(), device.index)
         ops = CudaOps(device, cuda_options(config, examine(device)))
@@ -87,18 +90,18 @@ class CudaRunner:
             buckets = step_buckets(config, loaded, ops, lanes)
             state_bytes, step_bytes = prepare(config, loaded, ops, native, buckets, host_rows)
             state_bytes += gathered_bytes(config, loaded.kv_bytes_per_block(config))
-            budget = memory.device_budget(config, state_bytes, step_bytes, len(VARIANTS) * len(buckets))
+            budget = memory.device_budget(config, device, state_bytes, step_bytes, len(VARIANTS) * len(buckets))
             num_blocks = memory.choose_num_blocks(
                 config,
                 loaded.max_model_len,
                 loaded.kv_bytes_per_block(config),
                 budget,
-                torch.cuda.mem_get_info()[1],
+                torch.cuda.mem_get_info(device)[1],
             )
             steps, buffers = make_steps(config, loaded, ops, native, num_blocks, host_rows)
             tier = HostTier.make(config, native, steps.cache.groups)
         except torch.OutOfMemoryError as e:
-            raise ConfigError(f"{_too_little_memory()} ({e})") from e
+            raise ConfigError(f"{_too_little_memory(device)} ({e})") from e
         info = loaded.info(config, num_blocks, 0 if tier is None else tier.pool.num_blocks)
         if host_rows is not None and (tier is None or buffers.staging.mode == "pageable"):
             logger.warning("hybrid_attention is off: host memory cannot be pinned")
@@ -110,26 +113,30 @@ class CudaRunner:
 
         ``measure``: measure what steps take, whatever is kept of that and whether the configuration needs it or not.
         """
+        with torch.cuda.device(self.cuda_stream.device):
+            return self._make_step_loop(config, progress=progress, measure=measure)
+
+    def _make_step_loop(self, config: EngineConfig, *, progress: bool, measure: bool) -> StepLoop:
         if self._buffers.staging.mode != config.staging:
             logger.warning("host memory cannot be pinned: staging falls back to pageable copies, which are slower")
         try:
             if config.enforce_eager:
                 for bucket in self.buckets:
-                    self.graphs.native.add_bucket(*bucket[:4], [(needs, 0) for needs in VARIANTS], bucket.lanes)
+                    self.graphs.native.add_bucket(**bucket._asdict(), variants=[(needs, 0) for needs in VARIANTS])
                 self.steps.run(self.buckets[-1], VARIANTS[-1])
             else:
                 self.graphs.capture(self.steps, self.buckets, self.cuda_stream, progress=progress)
             if self._host_tier is not None:
                 self.graphs.capture_moves(self._host_tier, self.cuda_stream)
         except torch.OutOfMemoryError as e:
-            raise ConfigError(f"{_too_little_memory()} ({e})") from e
-        torch.cuda.synchronize()
+            raise ConfigError(f"{_too_little_memory(self.cuda_stream.device)} ({e})") from e
+        torch.cuda.synchronize(self.cuda_stream.device)
         if measure or config.needs_costs:
             pool = None if self._host_tier is None else self._host_tier.pool
             machine = Machine(self.steps, self.buckets, self._launch_one(config), self.cuda_stream, pool)
             self.costs = cuda_costs(config, self.info, self.model_config, machine, anew=measure)
         self.steps.restart()
-        torch.cuda.synchronize()
+        torch.cuda.synchronize(self.cuda_stream.device)
         workers = None
         if self._host_rows is not None and self._host_tier is not None:
             capture = partial(self.graphs.capture_one, cuda_stream=self.cuda_stream)
@@ -182,10 +189,23 @@ def cuda_options(config: EngineConfig, gpu: Gpu) -> CudaOptions:
     )
 
 
-def _too_little_memory() -> str:
-    free, total = torch.cuda.mem_get_info()
+def find_gpu(config: EngineConfig) -> torch.device:
+    """Return the GPU that the configuration names. Raises ConfigError if there is none of that number."""
+    if not torch.cuda.is_available():
+        raise ConfigError(
+            f"device={config.device}, but torch sees no GPU: check the driver, and that torch is built for CUDA"
+        )
+    count = torch.cuda.device_count()
+    if config.device_index >= count:
+        there = "one GPU, cuda:0" if count == 1 else f"{count} GPUs, cuda:0 to cuda:{count - 1}"
+        raise ConfigError(f"device={config.device}, but torch sees {there}")
+    return torch.device("cuda", config.device_index)
+
+
+def _too_little_memory(device: torch.device) -> str:
+    free, total = torch.cuda.mem_get_info(device)
     return (
-        f"the GPU's memory is exhausted ({free >> 20:,} of {total >> 20:,} MiB are free): lower "
+        f"the memory of {device} is exhausted ({free >> 20:,} of {total >> 20:,} MiB are free): lower "
         "max_num_batched_tokens, max_num_seqs, gpu_memory_utilization or kv_cache_memory_bytes, or end other "
         "programs on this GPU"
     )

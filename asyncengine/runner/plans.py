@@ -94,7 +94,7 @@ class BucketPlan:
 def choose_gpu(name: str | None) -> Gpu:
     """The known card whose name has these letters; without a name this machine's, or the H200. Raises ConfigError."""
     if name is None:
-        return examine(torch.device("cuda", torch.cuda.current_device())) if torch.cuda.is_available() else H200
+        return examine(torch.device("cuda", 0)) if torch.cuda.is_available() else H200
     for gpu in KNOWN:
         if name.lower() in gpu.name.lower():
             return gpu

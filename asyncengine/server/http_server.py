@@ -178,7 +178,7 @@ def _log_ready(server: HttpServer, engine: Engine, seconds: float) -> None:
     tokens = info.num_kv_blocks * info.block_size
     logger.info(
         "model %s: %s, %.1f M parameters, %s, on %s, loaded in %.1f s",
-        server.app.model_name, info.architecture, info.num_parameters / 1e6, info.dtype, info.device, seconds,
+        server.app.model_name, info.architecture, info.num_parameters / 1e6, info.dtype, info.device_label, seconds,
     )  # fmt: skip
     logger.info(
         "KV cache: %d tokens, %.1f sequences of the full context of %d tokens",

@@ -28,8 +28,7 @@ const char* mode_name(const Staging& staging) {
 }
 
 std::shared_ptr<Staging> make_staging(const CudaDevice& device, const StepLoopConfig& config, const std::string& mode) {
-  return make_process_owned<Staging>(device.cuda, device.ordinal, StepLoop::limits(config), config.steps_in_flight,
-                                     staging_mode(mode));
+  return make_process_owned<Staging>(device, StepLoop::limits(config), config.steps_in_flight, staging_mode(mode));
 }
 
 Address add_simulated_graph(Simulation& simulation, py::function body) {
@@ -49,26 +48,26 @@ Address add_simulated_graph(Simulation& simulation, py::function body) {
 }  // namespace
 
 CudaGraphs::~CudaGraphs() {
-  for (const CudaGraphExec exec : execs_) cuda_.graph_exec_destroy(exec);
+  for (const CudaGraphExec exec : execs_) device_.call<&CudaRuntime::graph_exec_destroy>(exec);
 }
 
 CudaGraphExec CudaGraphs::instantiate(Address graph) {
   CudaGraphExec exec = nullptr;
-  check_cuda(cuda_, cuda_.graph_instantiate(&exec, reinterpret_cast<CudaGraph>(graph), 0), "cudaGraphInstantiate");
+  device_.check<&CudaRuntime::graph_instantiate>("cudaGraphInstantiate", &exec, reinterpret_cast<CudaGraph>(graph), 0);
   execs_.push_back(exec);
   return exec;
 }
 
 void CudaGraphs::upload(Address cuda_stream) {
   for (const CudaGraphExec exec : execs_) {
-    check_cuda(cuda_, cuda_.graph_upload(exec, reinterpret_cast<CudaStream>(cuda_stream)), "cudaGraphUpload");
+    device_.check<&CudaRuntime::graph_upload>("cudaGraphUpload", exec, reinterpret_cast<CudaStream>(cuda_stream));
   }
 }
 
 void CudaGraphs::launch(size_t bucket, Needs needs, Address cuda_stream) const {
   require(bucket < buckets.size() && buckets[bucket].variants.back().serves(needs), "no such bucket, or none for these needs");
   const GraphVariant& variant = buckets[bucket].variants[buckets[bucket].variant_for(needs)];
-  check_cuda(cuda_, cuda_.graph_launch(variant.graph, reinterpret_cast<CudaStream>(cuda_stream)), "cudaGraphLaunch");
+  device_.check<&CudaRuntime::graph_launch>("cudaGraphLaunch", variant.graph, reinterpret_cast<CudaStream>(cuda_stream));
 }
 
 void CudaGraphs::add_bucket(int32_t max_rows, int32_t max_tokens, bool single_token_rows, int32_t max_context,
@@ -84,9 +83,13 @@ void CudaGraphs::add_bucket(int32_t max_rows, int32_t max_tokens, bool single_to
 
 GraphExecutor::Graphs executor_graphs(const CudaDevice& device, std::shared_ptr<CudaGraphs> graphs, py::object eager,
                                       Address cuda_stream) {
-  GraphExecutor::Graphs result{graphs->buckets, graphs->copy_blocks, {}, reinterpret_cast<CudaStream>(cuda_stream), {}, {}, graphs};
+  GraphExecutor::Graphs result;
+  result.buckets = graphs->buckets;
+  result.copy_blocks = graphs->copy_blocks;
+  result.cuda_stream = reinterpret_cast<CudaStream>(cuda_stream);
+  result.keep_alive = graphs;
   if (graphs->host_pool != nullptr) {
-    result.mover = std::make_unique<GraphMover>(device.cuda, device.ordinal, graphs->host_pool, graphs->moves);
+    result.mover = std::make_unique<GraphMover>(device, graphs->host_pool, graphs->moves);
   }
   if (!eager.is_none()) {
     result.eager = [launch = callback(eager.cast<py::function>())](int bucket, Needs needs, CudaStream cuda_stream) {
@@ -130,6 +133,7 @@ void bind_device(py::module_& m) {
             self.device.fail_call(found->second, nth, error);
           },
           py::arg("call"), py::arg("nth") = 0, py::arg("error") = kCudaErrorMemoryAllocation, NoGil())
+      .def_static("wrong_device_calls", &SimulatedDevice::wrong_device_calls)
       .def(
           "resume", [](Simulation& self) { self.device.resume(); }, NoGil())
       .def(
@@ -143,12 +147,12 @@ void bind_device(py::module_& m) {
           py::arg("tokens"), py::arg("temperature") = 0.f, py::arg("seed") = 0);
 
   py::class_<CudaDevice>(m, "CudaDevice")
-      .def(py::init([](const std::string& libcudart, int ordinal) { return CudaDevice{loaded_cuda_runtime(libcudart), ordinal}; }),
-           py::arg("libcudart"), py::arg("ordinal"))
+      .def(py::init([](const std::string& libcudart, int index) { return CudaDevice(loaded_cuda_runtime(libcudart), index); }),
+           py::arg("libcudart"), py::arg("index"))
       .def_static(
-          "simulated",
-          [](const Simulation& simulation) { return CudaDevice{SimulatedDevice::runtime(), simulation.device.ordinal()}; },
-          py::arg("device"), py::keep_alive<0, 1>());
+          "simulated", [](const Simulation& simulation) { return simulation.device.cuda(); }, py::arg("device"),
+          py::keep_alive<0, 1>())
+      .def_property_readonly("index", &CudaDevice::index);
 
   py::class_<Staging, std::shared_ptr<Staging>>(m, "Staging")
       .def(py::init(&make_staging), py::arg("device"), py::arg("config"), py::arg("mode"), py::keep_alive<1, 2>())
@@ -172,7 +176,7 @@ void bind_device(py::module_& m) {
   py::class_<HostPool, std::shared_ptr<HostPool>>(m, "HostPool")
       .def(py::init([](const CudaDevice& device, size_t block_bytes, int32_t num_blocks, int32_t max_moves) {
              require(block_bytes >= 1 && max_moves >= 1 && num_blocks >= max_moves, "a pool holds one transfer at least");
-             return make_process_owned<HostPool>(device.cuda, device.ordinal, block_bytes, num_blocks, max_moves);
+             return make_process_owned<HostPool>(device, block_bytes, num_blocks, max_moves);
            }),
            py::arg("device"), py::arg("block_bytes"), py::arg("num_blocks"), py::arg("max_moves"), py::keep_alive<1, 2>(), NoGil())
       .def_property_readonly("num_blocks", &HostPool::num_blocks)
@@ -187,7 +191,7 @@ void bind_device(py::module_& m) {
           "block", [](const HostPool& pool, int32_t host) { return reinterpret_cast<Address>(pool.block(host)); }, py::arg("host"));
 
   py::class_<CudaGraphs, std::shared_ptr<CudaGraphs>>(m, "CudaGraphs")
-      .def(py::init([](const CudaDevice& device) { return make_process_owned<CudaGraphs>(device.cuda); }), py::arg("device"),
+      .def(py::init([](const CudaDevice& device) { return make_process_owned<CudaGraphs>(device); }), py::arg("device"),
            py::keep_alive<1, 2>())
       .def("add_bucket", &CudaGraphs::add_bucket, py::arg("max_rows"), py::arg("max_tokens"), py::arg("single_token_rows"),
            py::arg("max_context"), py::arg("variants"), py::arg("lanes") = 0)

@@ -41,15 +41,10 @@ struct Simulation {
 };
 using OwnedSimulation = std::unique_ptr<Simulation, FreedInItsProcess<WithoutGil>>;
 
-struct CudaDevice {
-  const CudaRuntime& cuda;
-  int ordinal;
-};
-
 // Graphs instantiated from what torch captured; whoever captured keeps the originals, which own the memory.
 class CudaGraphs {
  public:
-  explicit CudaGraphs(const CudaRuntime& cuda) : cuda_(cuda) {}
+  explicit CudaGraphs(const CudaDevice& device) : device_(device) {}
   ~CudaGraphs();
   CudaGraphs(const CudaGraphs&) = delete;
   CudaGraphs& operator=(const CudaGraphs&) = delete;
@@ -66,7 +61,7 @@ class CudaGraphs {
   GraphMover::Graphs moves{};       // its transfers'
 
  private:
-  const CudaRuntime& cuda_;
+  CudaDevice device_;
   std::vector<CudaGraphExec> execs_;
 };
 

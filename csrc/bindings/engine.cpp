@@ -56,8 +56,7 @@ OwnedStepLoop make_cuda_loop(const StepLoopConfig& config, const CudaDevice& dev
   if (hybrid.any()) require_buckets(graphs->buckets, hybrid.lanes, StepLoop::limits(config));
   GraphExecutor::Graphs all = executor_graphs(device, std::move(graphs), std::move(eager), cuda_stream);
   all.host_attention = std::move(host_workers);
-  auto executor = std::make_unique<GraphExecutor>(device.cuda, device.ordinal, std::move(staging), std::move(all),
-                                                  microseconds(poll_interval_us));
+  auto executor = std::make_unique<GraphExecutor>(device, std::move(staging), std::move(all), microseconds(poll_interval_us));
   return OwnedStepLoop(new StepLoop(config, std::move(executor)));
 }
 

@@ -20,7 +20,7 @@ void check_shape(const HostShape& shape) {
 
 std::shared_ptr<HostExchange> make_exchange(const HostShape& shape, const CudaDevice* device) {
   if (device == nullptr) return make_process_owned<HostExchange>(shape);
-  return make_process_owned<HostExchange>(device->cuda, device->ordinal, shape);
+  return make_process_owned<HostExchange>(*device, shape);
 }
 
 std::shared_ptr<HostWorkers> make_pool_workers(std::shared_ptr<HostExchange> exchange, std::shared_ptr<HostPool> pool,
@@ -33,7 +33,7 @@ std::shared_ptr<HostWorkers> make_pool_workers(std::shared_ptr<HostExchange> exc
 std::shared_ptr<GraphLink> make_link(const CudaDevice& device, std::shared_ptr<LinkJobs> jobs, int32_t block_size,
                                      std::shared_ptr<CudaGraphs> graphs, Address graph) {
   const CudaGraphExec exec = graphs->instantiate(graph);
-  return make_process_owned<GraphLink>(device.cuda, device.ordinal, std::move(jobs), block_size, exec, std::move(graphs));
+  return make_process_owned<GraphLink>(device, std::move(jobs), block_size, exec, std::move(graphs));
 }
 
 double time_attention(const HostShape& shape, int32_t block_size, bool transposed_keys, int num_workers, int32_t tokens,
@@ -84,7 +84,7 @@ void bind_host_rows(py::module_& m) {
   py::class_<LinkJobs, std::shared_ptr<LinkJobs>>(m, "LinkJobs")
       .def(py::init([](const CudaDevice& device, int32_t max_jobs, int32_t max_blocks) {
              require(max_jobs >= 1 && max_blocks >= 1, "a job and a block at least");
-             return make_process_owned<LinkJobs>(device.cuda, device.ordinal, max_jobs, max_blocks);
+             return make_process_owned<LinkJobs>(device, max_jobs, max_blocks);
            }),
            py::arg("device"), py::arg("max_jobs"), py::arg("max_blocks"), py::keep_alive<1, 2>())
       .def_property_readonly("words", &LinkJobs::words)

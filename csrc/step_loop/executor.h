@@ -57,6 +57,8 @@ class Executor {
   // Attention for host rows; null: nobody decodes on the host.
   virtual HostAttention* host_attention() { return nullptr; }
 
+  // Called once by the step thread, if there is one, before all else that it calls.
+  virtual void adopt_thread() {}
   // Enqueues the step; never waits for it, nor for any other.
   virtual LaunchStatus launch(int i, size_t bytes) = 0;
   virtual StepStatus poll(int i) = 0;

@@ -15,10 +15,8 @@ namespace asyncengine {
 class LinkJobs {
  public:
   static constexpr size_t kJobWords = 3;
-  LinkJobs(const CudaRuntime& cuda, int device, int32_t max_jobs, int32_t max_blocks)
-      : max_jobs_(max_jobs), max_blocks_(max_blocks) {
-    check_cuda(cuda, cuda.set_device(device), "cudaSetDevice");
-    memory_ = allocate_pinned(cuda, words() * sizeof(int32_t));
+  LinkJobs(const CudaDevice& device, int32_t max_jobs, int32_t max_blocks) : max_jobs_(max_jobs), max_blocks_(max_blocks) {
+    memory_ = allocate_pinned(device, words() * sizeof(int32_t));
     std::fill_n(data(), words(), 0);
   }
 
@@ -47,21 +45,15 @@ class LinkJobs {
 class GraphLink final : public LinkAttention {
  public:
   // `keep_alive`: whatever owns the graph and what it reads.
-  GraphLink(const CudaRuntime& cuda, int device, std::shared_ptr<LinkJobs> jobs, int32_t block_size, CudaGraphExec graph,
+  GraphLink(const CudaDevice& device, std::shared_ptr<LinkJobs> jobs, int32_t block_size, CudaGraphExec graph,
             std::shared_ptr<void> keep_alive)
-      : cuda_(cuda),
-        device_(device),
-        jobs_(std::move(jobs)),
-        block_size_(block_size),
-        graph_(graph),
-        keep_alive_(std::move(keep_alive)) {
-    check_cuda(cuda_, cuda_.set_device(device_), "cudaSetDevice");
-    check_cuda(cuda_, cuda_.stream_create(&cuda_stream_, kCudaStreamNonBlocking), "cudaStreamCreateWithFlags");
-    check_cuda(cuda_, cuda_.event_create(&done_, kCudaEventDisableTiming), "cudaEventCreateWithFlags");
+      : device_(device), jobs_(std::move(jobs)), block_size_(block_size), graph_(graph), keep_alive_(std::move(keep_alive)) {
+    device_.check<&CudaRuntime::stream_create>("cudaStreamCreateWithFlags", &cuda_stream_, kCudaStreamNonBlocking);
+    device_.check<&CudaRuntime::event_create>("cudaEventCreateWithFlags", &done_, kCudaEventDisableTiming);
   }
   ~GraphLink() override {
-    if (done_ != nullptr) cuda_.event_destroy(done_);
-    if (cuda_stream_ != nullptr) cuda_.stream_destroy(cuda_stream_);
+    if (done_ != nullptr) device_.call<&CudaRuntime::event_destroy>(done_);
+    if (cuda_stream_ != nullptr) device_.call<&CudaRuntime::stream_destroy>(cuda_stream_);
   }
   GraphLink(const GraphLink&) = delete;
   GraphLink& operator=(const GraphLink&) = delete;
@@ -69,32 +61,31 @@ class GraphLink final : public LinkAttention {
   int32_t max_jobs() const override { return jobs_->max_jobs(); }
 
   bool start(std::span<const HostAttentionJob> jobs) override {
-    if (!device_set_ && cuda_.set_device(device_) != kCudaSuccess) return false;
-    device_set_ = true;
+    const CudaDevice::Scope scope(device_);
+    if (scope.error() != kCudaSuccess) return false;
     jobs_->write(jobs, block_size_);
-    failed_ = cuda_.graph_launch(graph_, cuda_stream_) != kCudaSuccess;
-    recorded_ = cuda_.event_record(done_, cuda_stream_) == kCudaSuccess;
+    failed_ = device_.runtime().graph_launch(graph_, cuda_stream_) != kCudaSuccess;
+    recorded_ = device_.runtime().event_record(done_, cuda_stream_) == kCudaSuccess;
     return true;
   }
 
   MoveStatus poll() override {
     // Work that was enqueued for a batch that failed may still write: the event tells its end, too.
-    recorded_ = recorded_ || cuda_.event_record(done_, cuda_stream_) == kCudaSuccess;
-    const int error = cuda_.event_query(done_);
+    recorded_ = recorded_ || device_.call<&CudaRuntime::event_record>(done_, cuda_stream_) == kCudaSuccess;
+    const int error = device_.call<&CudaRuntime::event_query>(done_);
     if (error == kCudaErrorNotReady || (error == kCudaSuccess && !recorded_)) return MoveStatus::kPending;
     return error == kCudaSuccess && !failed_ ? MoveStatus::kDone : MoveStatus::kFailed;
   }
 
  private:
-  const CudaRuntime& cuda_;
-  int device_;
+  CudaDevice device_;
   std::shared_ptr<LinkJobs> jobs_;
   int32_t block_size_;
   CudaGraphExec graph_;
   std::shared_ptr<void> keep_alive_;
   CudaStream cuda_stream_ = nullptr;
   CudaEvent done_ = nullptr;
-  bool device_set_ = false, failed_ = false, recorded_ = false;
+  bool failed_ = false, recorded_ = false;
 };
 
 }  // namespace asyncengine

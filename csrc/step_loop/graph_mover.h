@@ -16,7 +16,7 @@ class GraphMover final : public BlockMover {
  public:
   using Graphs = std::array<CudaGraphExec, kTransfers>;  // of those that go out they gather, of the others they scatter
 
-  GraphMover(const CudaRuntime& cuda, int device, std::shared_ptr<HostPool> pool, const Graphs& graphs);
+  GraphMover(const CudaDevice& device, std::shared_ptr<HostPool> pool, const Graphs& graphs);
   ~GraphMover() override;
   GraphMover(const GraphMover&) = delete;
   GraphMover& operator=(const GraphMover&) = delete;
@@ -42,9 +42,7 @@ class GraphMover final : public BlockMover {
   bool enqueue(int transfer, std::span<const BlockMove> moves);
   bool copy(int transfer, std::span<const BlockMove> moves);
 
-  const CudaRuntime& cuda_;
-  int device_;
-  bool device_set_ = false;  // cudaSetDevice is per thread
+  CudaDevice device_;
   std::shared_ptr<HostPool> pool_;
   Graphs graphs_;
   std::array<Transfer, kTransfers> transfers_;

@@ -32,18 +32,15 @@ SimulatedModel::SimulatedModel(SimulatedDevice& device, const SimulatedModelConf
       sampled_hash_(static_cast<size_t>(limits.samples())),
       tokens_(static_cast<size_t>(limits.samples())),
       saved_(limits.host_rows.max_lanes > 0 ? static_cast<size_t>(limits.max_rows) : 0) {
-  const CudaRuntime& cuda = SimulatedDevice::runtime();
-  check_cuda(cuda, cuda.set_device(device.ordinal()), "cudaSetDevice");
-  output_ = allocate_device(cuda, limits.output_words() * sizeof(int64_t));
-  kv_ = allocate_device(cuda, static_cast<size_t>(num_blocks) * static_cast<size_t>(block_size) * sizeof(int32_t));
+  output_ = allocate_device(device.cuda(), limits.output_words() * sizeof(int64_t));
+  kv_ = allocate_device(device_.cuda(), static_cast<size_t>(num_blocks) * static_cast<size_t>(block_size) * sizeof(int32_t));
 }
 
 std::unique_ptr<GraphExecutor> SimulatedModel::make_executor(int steps_in_flight, std::chrono::nanoseconds poll_interval,
                                                              StagingMode mode, int32_t num_host_blocks) {
-  const CudaRuntime& cuda = SimulatedDevice::runtime();
-  staging_ = std::make_shared<Staging>(cuda, device_.ordinal(), limits_, steps_in_flight, mode);
+  staging_ = std::make_shared<Staging>(device_.cuda(), limits_, steps_in_flight, mode);
   const auto inputs = static_cast<size_t>(staging_->mode() == StagingMode::kAhead ? steps_in_flight : 1);
-  input_ = allocate_device(cuda, inputs * staging_->input_stride());
+  input_ = allocate_device(device_.cuda(), inputs * staging_->input_stride());
   staging_->set_device_buffers({input_.data(), reinterpret_cast<int64_t*>(output_.data())});
   GraphExecutor::Graphs graphs;
   for (int32_t lanes = 0; lanes <= limits_.host_rows.max_lanes; lanes += std::max(1, limits_.host_rows.max_lanes)) {
@@ -58,7 +55,7 @@ std::unique_ptr<GraphExecutor> SimulatedModel::make_executor(int steps_in_flight
   }
   graphs.copy_blocks = device_.add_graph([this] { copy_blocks(); }, std::chrono::nanoseconds(0));
   if (num_host_blocks > 0) graphs.mover = make_mover(num_host_blocks);
-  auto executor = std::make_unique<GraphExecutor>(cuda, device_.ordinal(), staging_, std::move(graphs), poll_interval);
+  auto executor = std::make_unique<GraphExecutor>(device_.cuda(), staging_, std::move(graphs), poll_interval);
   if (attention_ != nullptr) executor->attend_on_host_with(attention_);
   return executor;
 }
@@ -66,9 +63,8 @@ std::unique_ptr<GraphExecutor> SimulatedModel::make_executor(int steps_in_flight
 std::unique_ptr<GraphMover> SimulatedModel::make_mover(int32_t num_host_blocks) {
   constexpr int32_t kMoves = 4;
   const auto bytes = static_cast<size_t>(block_size_) * sizeof(int32_t);
-  const CudaRuntime& cuda = SimulatedDevice::runtime();
-  auto pool = std::make_shared<HostPool>(cuda, device_.ordinal(), bytes, num_host_blocks, kMoves);
-  gathered_ = allocate_device(cuda, BlockMover::kTransfers * kMoves * bytes);
+  auto pool = std::make_shared<HostPool>(device_.cuda(), bytes, num_host_blocks, kMoves);
+  gathered_ = allocate_device(device_.cuda(), BlockMover::kTransfers * kMoves * bytes);
   pool->set_gathered(gathered_.data());
   if (limits_.host_rows.max_lanes > 0) {
     const SimulatedAttention::Config attention{limits_.host_rows.num_stages - 1, limits_.max_rows, block_size_,
@@ -79,7 +75,7 @@ std::unique_ptr<GraphMover> SimulatedModel::make_mover(int32_t num_host_blocks) 
   for (int i = 0; i < BlockMover::kTransfers; ++i) {
     graphs[static_cast<size_t>(i)] = device_.add_graph([this, pool, i] { gather(*pool, i); }, std::chrono::nanoseconds(0));
   }
-  return std::make_unique<GraphMover>(cuda, device_.ordinal(), std::move(pool), graphs);
+  return std::make_unique<GraphMover>(device_.cuda(), std::move(pool), graphs);
 }
 
 // Or scatter, of a transfer that brings in.

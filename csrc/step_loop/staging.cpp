@@ -11,20 +11,19 @@ size_t whole_pages(size_t bytes) { return (bytes + kPage - 1) / kPage * kPage; }
 
 }  // namespace
 
-Staging::Staging(const CudaRuntime& cuda, int device, const StepLimits& limits, int num_steps, StagingMode mode)
+Staging::Staging(const CudaDevice& device, const StepLimits& limits, int num_steps, StagingMode mode)
     : mode_(mode),
       num_steps_(num_steps),
       output_words_(limits.output_words()),
       records_begin_(static_cast<size_t>(limits.samples())),
       input_stride_(whole_pages(limits.max_bytes())),
       output_stride_(whole_pages(output_words_ * sizeof(int64_t))) {
-  check_cuda(cuda, cuda.set_device(device), "cudaSetDevice");
   const size_t rings = static_cast<size_t>(num_steps) * (input_stride_ + output_stride_);
   const size_t board = static_cast<size_t>(limits.max_rows) * MaskBoard::stride(limits.mask_words);
   const size_t bytes = rings + whole_pages(board * sizeof(int32_t));
   if (mode_ != StagingMode::kPageable) {
     int error = kCudaSuccess;
-    pinned_ = pin(cuda, bytes, error);
+    pinned_ = pin(device, bytes, error);
     memory_ = pinned_.data();
     if (error != kCudaSuccess) mode_ = StagingMode::kPageable;
   }

@@ -9,7 +9,6 @@
 
 #include "core/mask_board.h"
 #include "core/step_input.h"
-#include "platform/cuda/cuda_runtime.h"
 #include "platform/cuda/pinned_memory.h"
 
 namespace asyncengine {
@@ -38,7 +37,7 @@ class Staging {
 
   // Throws CudaError where nothing can be had. Memory that cannot be pinned is replaced by plain memory, and the mode
   // becomes kPageable: see mode().
-  Staging(const CudaRuntime& cuda, int device, const StepLimits& limits, int num_steps, StagingMode mode);
+  Staging(const CudaDevice& device, const StepLimits& limits, int num_steps, StagingMode mode);
   ~Staging() { std::free(plain_); }
   Staging(const Staging&) = delete;
   Staging& operator=(const Staging&) = delete;

@@ -122,6 +122,7 @@ void StepLoop::abort(uint64_t id, int32_t index) {
 // ---- step thread ---------------------------------------------------------------------------------------------------
 
 void StepLoop::run() {
+  executor_->adopt_thread();
   while (life_.running()) {
     if (!advance()) notifier_->wait(patience());
   }

@@ -264,7 +264,7 @@ async def pinned(**config: Any) -> bool:
 async def budget(**config: Any) -> int:
     """Bytes for the KV cache of a card of 80 GB."""
     with mock.patch("torch.cuda.mem_get_info", return_value=(70 << 30, 80 << 30)):
-        return memory.device_budget(EngineConfig(model="m", **config), 1 << 20, 1 << 20, 50)
+        return memory.device_budget(EngineConfig(model="m", **config), torch.device("cuda", 0), 1 << 20, 1 << 20, 50)
 
 
 async def tuned(**config: Any) -> int:

@@ -41,7 +41,7 @@ def load(config: EngineConfig) -> Backend:
     graphs = _core.CudaGraphs(native)
     for bucket in buckets:
         variants = [(needs, device.add_graph(partial(_quietly, steps.run, bucket, needs))) for needs in VARIANTS]
-        graphs.add_bucket(*bucket[:4], variants, bucket.lanes)
+        graphs.add_bucket(**bucket._asdict(), variants=variants)
     graphs.set_copy_blocks(device.add_graph(steps.copy_blocks))
     tier = HostTier.make(config, native, steps.cache.groups)
     if tier is not None:

@@ -143,7 +143,7 @@ TEST(a_torn_or_stale_record_is_found) {
   SimulatedDevice device;
   StepLimits limits{4, 64, 16};
   limits.max_result_words = 8;
-  const auto staging = std::make_shared<Staging>(SimulatedDevice::runtime(), device.ordinal(), limits, 2, StagingMode::kMapped);
+  const auto staging = std::make_shared<Staging>(device.cuda(), limits, 2, StagingMode::kMapped);
   // Words that the graph leaves: the head, then a region of five words.
   std::vector<int64_t> words;
   GraphExecutor::Graphs graphs;
@@ -155,7 +155,7 @@ TEST(a_torn_or_stale_record_is_found) {
                                                            staging->output(0) + staging->records_begin() + 1);
                                                },
                                                0ns)});
-  GraphExecutor executor(SimulatedDevice::runtime(), device.ordinal(), staging, graphs, 20us);
+  GraphExecutor executor(device.cuda(), staging, graphs, 20us);
   const auto word = [](int64_t step, int32_t payload) { return step << 32 | static_cast<uint32_t>(payload); };
   const auto run = [&](std::vector<int64_t> left) {
     words = std::move(left);

@@ -374,16 +374,15 @@ TEST(a_host_tier_that_always_fails_is_left_alone) {
 
 TEST(pinning_that_fails_gives_a_smaller_pool_or_none) {
   SimulatedDevice device;
-  const CudaRuntime& cuda = SimulatedDevice::runtime();
-  CHECK_EQ(HostPool(cuda, device.ordinal(), 64, 100, 4).num_blocks(), 100);
+  CHECK_EQ(HostPool(device.cuda(), 64, 100, 4).num_blocks(), 100);
   CHECK_EQ(device.live_objects(), 0);
   device.refuse_registering();
-  CHECK_EQ(HostPool(cuda, device.ordinal(), 64, 100, 4).num_blocks(), 100);  // cudaHostAlloc's
+  CHECK_EQ(HostPool(device.cuda(), 64, 100, 4).num_blocks(), 100);  // cudaHostAlloc's
   CHECK_EQ(device.live_objects(), 0);
   device.refuse_pinning();
   bool refused = false;
   try {
-    const HostPool pool(cuda, device.ordinal(), 64, 100, 4);
+    const HostPool pool(device.cuda(), 64, 100, 4);
   } catch (const CudaError&) {
     refused = true;
   }
@@ -394,13 +393,12 @@ TEST(pinning_that_fails_gives_a_smaller_pool_or_none) {
 // The event of a transfer can be recorded no more, and nothing runs any more either.
 TEST(transfers_of_a_device_that_failed_are_over) {
   SimulatedDevice device;
-  const CudaRuntime& cuda = SimulatedDevice::runtime();
-  auto pool = std::make_shared<HostPool>(cuda, device.ordinal(), 64, 4, 4);
-  const DeviceBuffer gathered = allocate_device(cuda, size_t{BlockMover::kTransfers} * 4 * 64);
+  auto pool = std::make_shared<HostPool>(device.cuda(), 64, 4, 4);
+  const DeviceBuffer gathered = allocate_device(device.cuda(), size_t{BlockMover::kTransfers} * 4 * 64);
   pool->set_gathered(gathered.data());
   GraphMover::Graphs graphs;
   for (CudaGraphExec& graph : graphs) graph = device.add_graph([] {}, 0ns);
-  GraphMover mover(cuda, device.ordinal(), pool, graphs);
+  GraphMover mover(device.cuda(), pool, graphs);
   device.fault();
   const BlockMove move{0, 0};
   CHECK(mover.start(0, {&move, 1}));

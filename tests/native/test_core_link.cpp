@@ -34,10 +34,10 @@ struct World {
   };
   explicit World(int num_workers = 0) {
     exchange = std::make_shared<HostExchange>(kShape);
-    jobs = std::make_shared<LinkJobs>(SimulatedDevice::runtime(), device.ordinal(), kMaxJobs, kMaxBlocks);
+    jobs = std::make_shared<LinkJobs>(device.cuda(), kMaxJobs, kMaxBlocks);
     const CudaGraphExec graph = device.add_graph([this] { answer(); }, std::chrono::microseconds(300));
     link = std::make_shared<Watched>();
-    link->link = std::make_shared<GraphLink>(SimulatedDevice::runtime(), device.ordinal(), jobs, kBlockSize, graph, nullptr);
+    link->link = std::make_shared<GraphLink>(device.cuda(), jobs, kBlockSize, graph, nullptr);
     memory.resize(64 * kBlockSize * 2 * 2 * 3);  // floats: 64 blocks, 3 layers
     const size_t block_bytes = kBlockSize * 2 * 2 * 3 * sizeof(float);
     workers = std::make_unique<HostWorkers>(

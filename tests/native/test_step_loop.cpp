@@ -226,7 +226,7 @@ TEST(staging_modes_give_the_same_tokens) {
 TEST(a_step_waits_for_its_input_which_is_copied_while_the_one_before_runs) {
   SimulatedDevice device;
   const StepLimits limits{4, 64, 16};
-  const auto staging = std::make_shared<Staging>(SimulatedDevice::runtime(), device.ordinal(), limits, 2, StagingMode::kAhead);
+  const auto staging = std::make_shared<Staging>(device.cuda(), limits, 2, StagingMode::kAhead);
   std::vector<std::byte> inputs(2 * staging->input_stride());
   staging->set_device_buffers({inputs.data(), nullptr});
   std::atomic<bool> both_launched = false;
@@ -240,7 +240,7 @@ TEST(a_step_waits_for_its_input_which_is_copied_while_the_one_before_runs) {
                 seen.push_back(StepInputView(staging->device_input(static_cast<int>(seen.size()))).header().step);
               },
               0ns)});
-  GraphExecutor executor(SimulatedDevice::runtime(), device.ordinal(), staging, graphs, 20us);
+  GraphExecutor executor(device.cuda(), staging, graphs, 20us);
   for (const int i : {0, 1}) {
     StepInputHeader header{};
     header.step = i + 1;
@@ -255,7 +255,7 @@ TEST(a_step_waits_for_its_input_which_is_copied_while_the_one_before_runs) {
 TEST(memory_that_cannot_be_pinned_is_replaced) {
   SimulatedDevice device;
   device.refuse_pinning();
-  const Staging staging(SimulatedDevice::runtime(), device.ordinal(), {4, 64, 16}, 2, StagingMode::kMapped);
+  const Staging staging(device.cuda(), {4, 64, 16}, 2, StagingMode::kMapped);
   CHECK(staging.mode() == StagingMode::kPageable);
   CHECK(staging.input(1).data() - staging.input(0).data() >= static_cast<ptrdiff_t>(StepLimits{4, 64, 16}.max_bytes()));
   CHECK_EQ(reinterpret_cast<uintptr_t>(staging.input(1).data()) % 4096, 0u);
@@ -266,11 +266,11 @@ TEST(a_step_that_leaves_no_token_is_an_error) {
   // A graph that does nothing: the words of its rows still name another step.
   SimulatedDevice device;
   const StepLimits limits{4, 64, 16};
-  const auto staging = std::make_shared<Staging>(SimulatedDevice::runtime(), device.ordinal(), limits, 2, StagingMode::kMapped);
+  const auto staging = std::make_shared<Staging>(device.cuda(), limits, 2, StagingMode::kMapped);
   GraphExecutor::Graphs graphs;
   graphs.buckets.push_back({4, 64, false, kAnyContext, {}});
   graphs.buckets[0].variants.push_back({0, device.add_graph([] {}, 0ns)});
-  GraphExecutor executor(SimulatedDevice::runtime(), device.ordinal(), staging, graphs, 20us);
+  GraphExecutor executor(device.cuda(), staging, graphs, 20us);
   StepInputHeader header{};
   header.step = 7;
   header.num_rows = header.num_tokens = header.num_samples = header.num_heads = 1;
@@ -285,11 +285,11 @@ TEST(a_step_that_leaves_no_token_is_an_error) {
 TEST(a_step_takes_the_first_bucket_that_its_rows_tokens_and_contexts_fit) {
   SimulatedDevice device;
   const StepLimits limits{4, 64, 16};
-  const auto staging = std::make_shared<Staging>(SimulatedDevice::runtime(), device.ordinal(), limits, 2, StagingMode::kMapped);
+  const auto staging = std::make_shared<Staging>(device.cuda(), limits, 2, StagingMode::kMapped);
   GraphExecutor::Graphs graphs;
   graphs.buckets = {{2, 2, true, 100, {}}, {2, 2, true, kAnyContext, {}}, {4, 4, true, 50, {}}, {4, 64, false, kAnyContext, {}}};
   for (GraphBucket& bucket : graphs.buckets) bucket.variants.push_back({0, device.add_graph([] {}, 0ns)});
-  GraphExecutor executor(SimulatedDevice::runtime(), device.ordinal(), staging, graphs, 20us);
+  GraphExecutor executor(device.cuda(), staging, graphs, 20us);
   const auto bucket_of = [&](int32_t rows, int32_t tokens, int32_t max_context) {
     StepInputHeader header{};
     header.num_rows = rows;
@@ -308,14 +308,14 @@ TEST(a_step_takes_the_first_bucket_that_its_rows_tokens_and_contexts_fit) {
 TEST(a_step_with_lanes_takes_the_first_bucket_that_has_them_and_fits) {
   SimulatedDevice device;
   const StepLimits limits{4, 64, 16};
-  const auto staging = std::make_shared<Staging>(SimulatedDevice::runtime(), device.ordinal(), limits, 2, StagingMode::kMapped);
+  const auto staging = std::make_shared<Staging>(device.cuda(), limits, 2, StagingMode::kMapped);
   GraphExecutor::Graphs graphs;
   graphs.buckets = {{4, 4, true, kAnyContext, {}, 0},
                     {4, 4, true, kAnyContext, {}, 2},
                     {4, 64, false, kAnyContext, {}, 0},
                     {4, 64, false, kAnyContext, {}, 2}};
   for (GraphBucket& bucket : graphs.buckets) bucket.variants.push_back({0, device.add_graph([] {}, 0ns)});
-  GraphExecutor executor(SimulatedDevice::runtime(), device.ordinal(), staging, graphs, 20us);
+  GraphExecutor executor(device.cuda(), staging, graphs, 20us);
   const auto bucket_of = [&](int32_t rows, int32_t tokens, int32_t lanes, int32_t lane_rows) {
     StepInputHeader header{};
     header.num_rows = rows;
@@ -350,13 +350,13 @@ TEST(an_executor_closes_what_attends_for_host_rows) {
   for (const bool hangs : {false, true}) {
     SimulatedDevice device;
     const StepLimits limits{4, 64, 16};
-    const auto staging = std::make_shared<Staging>(SimulatedDevice::runtime(), device.ordinal(), limits, 2, StagingMode::kMapped);
+    const auto staging = std::make_shared<Staging>(device.cuda(), limits, 2, StagingMode::kMapped);
     const auto attention = std::make_shared<Attention>();
     attention->hangs = hangs;
     GraphExecutor::Graphs graphs;
     graphs.buckets = {{4, 64, false, kAnyContext, {{0, device.add_graph([] {}, 0ns)}}}};
     graphs.host_attention = attention;
-    GraphExecutor executor(SimulatedDevice::runtime(), device.ordinal(), staging, graphs, 20us);
+    GraphExecutor executor(device.cuda(), staging, graphs, 20us);
     CHECK(executor.host_attention() == attention.get());
     CHECK_EQ(executor.close(50ms), !hangs);
     CHECK(attention->limits == std::vector<std::chrono::nanoseconds>({50ms}));
@@ -366,7 +366,7 @@ TEST(an_executor_closes_what_attends_for_host_rows) {
 TEST(a_step_takes_the_first_variant_that_serves_its_needs) {
   SimulatedDevice device;
   const StepLimits limits{4, 64, 16};
-  const auto staging = std::make_shared<Staging>(SimulatedDevice::runtime(), device.ordinal(), limits, 2, StagingMode::kMapped);
+  const auto staging = std::make_shared<Staging>(device.cuda(), limits, 2, StagingMode::kMapped);
   std::vector<Needs> launched;
   const auto variants = [&](std::vector<Needs> all) {
     std::vector<GraphVariant> result;
@@ -378,7 +378,7 @@ TEST(a_step_takes_the_first_variant_that_serves_its_needs) {
   GraphExecutor::Graphs graphs;
   graphs.buckets = {{2, 2, true, kAnyContext, variants({0, kSamplingNeeds, kSamplingNeeds | kNeedLogprobs})},
                     {4, 64, false, kAnyContext, variants({0, kSamplingNeeds | kNeedLogprobs | kNeedBias})}};
-  GraphExecutor executor(SimulatedDevice::runtime(), device.ordinal(), staging, graphs, 20us);
+  GraphExecutor executor(device.cuda(), staging, graphs, 20us);
   CHECK_EQ(executor.needs(), kSamplingNeeds | kNeedLogprobs);  // what every bucket has a variant for
   CHECK_EQ(executor.num_kinds(), 5);
   const auto run = [&](int32_t tokens, Needs needs) {

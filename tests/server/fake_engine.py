@@ -40,6 +40,7 @@ class ModelInfo:
     architecture: str = "FakeForCausalLM"
     dtype: str = "float32"
     device: str = "fake"
+    device_label: str = "fake (cuda:1)"
     max_model_len: int = 256
     vocab_size: int = VOCABULARY
     num_kv_blocks: int = 64

@@ -130,6 +130,7 @@ async def test_stats_say_what_the_page_draws() -> None:
         assert base64.b64decode(blocks["cached"]) == bytes(60) + b"\xff" * 4
         model = (await site.get("/page/model")).json
         assert (model["name"], model["talks"], model["max_model_len"]) == ("fake", "chat", 256)
+        assert model["device"] == "fake (cuda:1)"
         engine.tokenizer.has_chat_template = False
         assert (await site.get("/page/model")).json["talks"] == "text"
 

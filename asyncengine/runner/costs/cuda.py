@@ -7,6 +7,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import msgspec
 import torch
@@ -97,7 +98,8 @@ def _time_bucket(machine: Machine, planned: Sequence[Row], bucket: int) -> float
 
     # At least one for each place of the ring: each must hold a result in the end.
     places = len(machine.steps.source.outputs)
-    with staged(machine.steps, planned, 1, torch.cuda.synchronize, own_tables=True):
+    synchronize = partial(torch.cuda.synchronize, machine.cuda_stream.device)
+    with staged(machine.steps, planned, 1, synchronize, own_tables=True):
         us = launch_us(launch, max(_LAUNCHES, places), machine.cuda_stream, warm_up=_WARM_UP)
     return us * 1e-6
 

@@ -45,7 +45,7 @@ class CapturedSteps:
         torch.OutOfMemoryError.
         """
         started, pool = time.monotonic(), torch.cuda.graph_pool_handle()
-        before = torch.cuda.mem_get_info()[0]
+        before = torch.cuda.mem_get_info(cuda_stream.device)[0]
         variants: dict[Bucket, list[tuple[int, int]]] = {}
         with torch.cuda.stream(cuda_stream), _bar(len(VARIANTS) * len(buckets), progress) as bar:
             # The largest first: what it takes of the pool serves all others.
@@ -59,14 +59,14 @@ class CapturedSteps:
             steps.copy_blocks()
             self.native.set_copy_blocks(self._capture(steps.copy_blocks, cuda_stream, pool))
         for bucket in buckets:
-            self.native.add_bucket(*bucket[:4], variants[bucket], bucket.lanes)
+            self.native.add_bucket(**bucket._asdict(), variants=variants[bucket])
         self.native.upload(cuda_stream.cuda_stream)
         cuda_stream.synchronize()
         logger.info(
             "captured %d graphs in %.1f s; they take %s MiB",
             len(self._captured),
             time.monotonic() - started,
-            f"{(before - torch.cuda.mem_get_info()[0]) >> 20:,}",
+            f"{(before - torch.cuda.mem_get_info(cuda_stream.device)[0]) >> 20:,}",
         )
 
     def capture_moves(self, tier: HostTier, cuda_stream: torch.cuda.Stream) -> None:

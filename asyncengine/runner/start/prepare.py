@@ -67,16 +67,17 @@ def prepare(
 
     The steps are empty and run over a cache of one block. The memory that compiling and measuring take is free again.
     """
-    torch.cuda.synchronize()
-    before = torch.cuda.memory_allocated()
+    device = ops.device
+    torch.cuda.synchronize(device)
+    before = torch.cuda.memory_allocated(device)
     steps, buffers = make_steps(config, loaded, ops, native, 1, host_rows)
-    state_bytes = torch.cuda.memory_allocated() - before
+    state_bytes = torch.cuda.memory_allocated(device) - before
     prepare_kernels(config, ops, steps, buckets, Tuner(ops.device, ops.gpu, **ops.options.for_tma))
     torch.cuda.empty_cache()
-    torch.cuda.reset_peak_memory_stats()
+    torch.cuda.reset_peak_memory_stats(device)
     steps.run(buckets[-1], VARIANTS[-1])
-    torch.cuda.synchronize()
-    step_bytes = torch.cuda.max_memory_allocated() - torch.cuda.memory_allocated()
+    torch.cuda.synchronize(device)
+    step_bytes = torch.cuda.max_memory_allocated(device) - torch.cuda.memory_allocated(device)
     del steps, buffers
     torch.cuda.empty_cache()
     return state_bytes, step_bytes

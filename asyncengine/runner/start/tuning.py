@@ -64,7 +64,7 @@ class Tuner:
         torch.cuda.empty_cache()  # what the graphs of the site before had
         case = _Case.allocate(site, self._device)
         cuda_stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
-        torch.cuda.synchronize()
+        torch.cuda.synchronize(self._device)
         timed = []
         for plan in plans:
             try:

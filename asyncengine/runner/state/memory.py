@@ -105,13 +105,15 @@ def host_budget(reserved_bytes: int) -> int:
     return min(DEFAULT_LIMIT_BYTES, int(DEFAULT_SHARE * max(0, available_memory() - reserved_bytes)))
 
 
-def device_budget(config: EngineConfig, state_bytes: int, step_bytes: int, num_graphs: int) -> int:
-    """Bytes of the GPU's memory for a KV cache: the configured share, less what is taken and what steps will take.
+def device_budget(
+    config: EngineConfig, device: torch.device, state_bytes: int, step_bytes: int, num_graphs: int
+) -> int:
+    """Bytes of a GPU's memory for a KV cache: the configured share, less what is taken and what steps will take.
 
     ``state_bytes`` is what every step shares, ``step_bytes`` what the largest step takes beside, in the graphs' pool
     and again while it warms up.
     """
-    free, total = torch.cuda.mem_get_info()
+    free, total = torch.cuda.mem_get_info(device)
     graphs = 0 if config.enforce_eager else num_graphs * _BYTES_PER_GRAPH
     fixed = state_bytes + 2 * step_bytes + graphs + (64 << 20)
     return int(total * config.gpu_memory_utilization) - (total - free) - fixed

@@ -58,6 +58,8 @@ class LoadedModel:
     eos_token_ids: tuple[int, ...]
     kv_scales: Tensor | None = None
     """float32 [layers, 2, 2, Hk] on the device of its ops, as ``LayerKVCache.scales``: of a KV cache in float8"""
+    device_index: int | None = None
+    """number of a GPU"""
 
     def info(self, config: EngineConfig, num_blocks: int, num_host_blocks: int = 0) -> ModelInfo:
         return ModelInfo(
@@ -66,6 +68,7 @@ class LoadedModel:
             architecture=self.architecture,
             dtype=str(self.dtype).removeprefix("torch."),
             device=self.device,
+            device_index=self.device_index,
             vocab_size=self.config.vocab_size,
             max_model_len=self.max_model_len,
             eos_token_ids=self.eos_token_ids,
@@ -167,6 +170,7 @@ def load_model(config: EngineConfig, ops: Ops[Any, Any, Any], *, progress: bool 
         tensors.owned_bytes,
         eos_token_ids,
         None if scales is None else with_inverses(scales).to(ops.device),
+        ops.device.index,
     )
 
 

@@ -116,7 +116,7 @@ def model(health: str, name: str, engine: Engine) -> Model:
         name=name,
         architecture=info.architecture,
         dtype=info.dtype,
-        device=info.device,
+        device=info.device_label,
         max_model_len=info.max_model_len,
         num_parameters=info.num_parameters,
         block_size=info.block_size,

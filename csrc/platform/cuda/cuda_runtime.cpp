@@ -12,11 +12,25 @@ void find(void* library, const char* symbol, Function& into) {
   into = reinterpret_cast<Function>(address);
 }
 
+// By the driver, which the runtime has loaded; the runtime itself cannot tell.
+bool has_primary_context(int device) {
+  using GetState = int (*)(int device, unsigned* flags, int* active);
+  static const auto get_state = [] {
+    void* driver = dlopen("libcuda.so.1", RTLD_NOW | RTLD_LOCAL | RTLD_NOLOAD);
+    return driver == nullptr ? nullptr : reinterpret_cast<GetState>(dlsym(driver, "cuDevicePrimaryCtxGetState"));
+  }();
+  unsigned flags = 0;
+  int active = 0;
+  return get_state != nullptr && get_state(device, &flags, &active) == kCudaSuccess && active != 0;
+}
+
 CudaRuntime fill(const std::string& path) {
   void* library = dlopen(path.c_str(), RTLD_NOW | RTLD_LOCAL | RTLD_NOLOAD);
   if (library == nullptr) throw CudaError("no CUDA runtime is loaded from " + path);
   CudaRuntime cuda{};
   find(library, "cudaSetDevice", cuda.set_device);
+  find(library, "cudaGetDevice", cuda.get_device);
+  cuda.is_in_use = &has_primary_context;
   find(library, "cudaGetErrorString", cuda.get_error_string);
   find(library, "cudaMalloc", cuda.malloc);
   find(library, "cudaFree", cuda.free);

@@ -30,6 +30,8 @@ inline constexpr unsigned kCudaHostRegisterMapped = 2;
 
 struct CudaRuntime {
   int (*set_device)(int device);
+  int (*get_device)(int* device);
+  bool (*is_in_use)(int device);  // this process has memory of the device: its primary context is there
   const char* (*get_error_string)(int error);
   int (*malloc)(void** pointer, size_t bytes);
   int (*free)(void* pointer);
@@ -54,14 +56,6 @@ struct CudaRuntime {
 struct CudaError : std::runtime_error {
   using std::runtime_error::runtime_error;
 };
-
-inline std::string describe_cuda_error(const CudaRuntime& cuda, int error, const char* call) {
-  return std::string(call) + ": " + cuda.get_error_string(error) + " (" + std::to_string(error) + ")";
-}
-
-inline void check_cuda(const CudaRuntime& cuda, int error, const char* call) {
-  if (error != kCudaSuccess) throw CudaError(describe_cuda_error(cuda, error, call));
-}
 
 // The table of a libcudart that this process has already loaded from `path`; it is never loaded anew, because a second
 // copy would know nothing of the first one's graphs. Throws CudaError naming what is missing.

@@ -13,23 +13,23 @@ constexpr size_t kHugePage = HugePageAllocator<std::byte>::kHugePage;
 constexpr unsigned kMostThreads = 16;  // more gain nothing: memory is the limit
 
 // Null if the system gives or pins no such memory.
-std::shared_ptr<std::byte[]> register_huge(const CudaRuntime& cuda, size_t bytes) try {
+std::shared_ptr<std::byte[]> register_huge(const CudaDevice& device, size_t bytes) try {
   const size_t whole = (bytes + kHugePage - 1) / kHugePage * kHugePage;  // nobody else's memory is pinned with it
   std::shared_ptr<std::byte[]> memory = huge_memory(whole);
   fill_memory(memory.get(), whole, 0, static_cast<int>(std::clamp(std::thread::hardware_concurrency(), 1u, kMostThreads)));
-  if (cuda.host_register(memory.get(), whole, kCudaHostRegisterMapped) != kCudaSuccess) return nullptr;
+  if (device.call<&CudaRuntime::host_register>(memory.get(), whole, kCudaHostRegisterMapped) != kCudaSuccess) return nullptr;
   std::byte* const address = memory.get();
-  return {address, [&cuda, memory = std::move(memory)](std::byte* pinned) { cuda.host_unregister(pinned); }};
+  return {address, [device, memory = std::move(memory)](std::byte* pinned) { device.call<&CudaRuntime::host_unregister>(pinned); }};
 } catch (const std::exception&) {  // no memory, or no thread
   return nullptr;
 }
 
 }  // namespace
 
-std::shared_ptr<std::byte[]> pin_huge(const CudaRuntime& cuda, size_t bytes, int& error) {
+std::shared_ptr<std::byte[]> pin_huge(const CudaDevice& device, size_t bytes, int& error) {
   error = kCudaSuccess;
-  if (std::shared_ptr<std::byte[]> memory = register_huge(cuda, bytes)) return memory;
-  const auto memory = std::make_shared<PinnedBuffer>(pin(cuda, bytes, error));
+  if (std::shared_ptr<std::byte[]> memory = register_huge(device, bytes)) return memory;
+  const auto memory = std::make_shared<PinnedBuffer>(pin(device, bytes, error));
   return {memory, memory->data()};
 }
 

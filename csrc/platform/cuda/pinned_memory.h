@@ -3,10 +3,11 @@
 
 #include <cstddef>
 #include <memory>
+#include <optional>
 #include <span>
 #include <utility>
 
-#include "platform/cuda/cuda_runtime.h"
+#include "platform/cuda/cuda_device.h"
 
 namespace asyncengine {
 
@@ -15,25 +16,25 @@ template <int (*CudaRuntime::*Free)(void*)>
 class CudaBuffer {
  public:
   CudaBuffer() = default;
-  CudaBuffer(const CudaRuntime& cuda, void* memory, size_t bytes) : cuda_(&cuda), memory_(memory), bytes_(bytes) {}
+  CudaBuffer(const CudaDevice& device, void* memory, size_t bytes) : device_(device), memory_(memory), bytes_(bytes) {}
   CudaBuffer(CudaBuffer&& other) noexcept { swap(other); }
   CudaBuffer& operator=(CudaBuffer&& other) noexcept {
     swap(other);
     return *this;
   }
   ~CudaBuffer() {
-    if (memory_ != nullptr) (cuda_->*Free)(memory_);
+    if (memory_ != nullptr) device_->template call<Free>(memory_);
   }
   std::byte* data() const { return static_cast<std::byte*>(memory_); }
   std::span<std::byte> bytes() const { return {data(), bytes_}; }
 
  private:
   void swap(CudaBuffer& other) noexcept {
-    std::swap(cuda_, other.cuda_);
+    std::swap(device_, other.device_);
     std::swap(memory_, other.memory_);
     std::swap(bytes_, other.bytes_);
   }
-  const CudaRuntime* cuda_ = nullptr;
+  std::optional<CudaDevice> device_;  // none without memory
   void* memory_ = nullptr;
   size_t bytes_ = 0;
 };
@@ -42,27 +43,27 @@ using PinnedBuffer = CudaBuffer<&CudaRuntime::free_host>;
 using DeviceBuffer = CudaBuffer<&CudaRuntime::free>;
 
 // Empty: `error` says why.
-inline PinnedBuffer pin(const CudaRuntime& cuda, size_t bytes, int& error) {
+inline PinnedBuffer pin(const CudaDevice& device, size_t bytes, int& error) {
   void* memory = nullptr;
-  error = cuda.host_alloc(&memory, bytes, kCudaHostAllocMapped);
-  return error == kCudaSuccess ? PinnedBuffer{cuda, memory, bytes} : PinnedBuffer{};
+  error = device.call<&CudaRuntime::host_alloc>(&memory, bytes, kCudaHostAllocMapped);
+  return error == kCudaSuccess ? PinnedBuffer{device, memory, bytes} : PinnedBuffer{};
 }
 
 // Pins gigabytes. Threads clear huge pages side by side, which are then pinned where they lie; cudaHostAlloc clears
 // small ones on one thread, and takes ten times as long. cudaHostAlloc is asked where the other way fails.
-std::shared_ptr<std::byte[]> pin_huge(const CudaRuntime& cuda, size_t bytes, int& error);
+std::shared_ptr<std::byte[]> pin_huge(const CudaDevice& device, size_t bytes, int& error);
 
 // The functions below throw CudaError.
-inline PinnedBuffer allocate_pinned(const CudaRuntime& cuda, size_t bytes) {
+inline PinnedBuffer allocate_pinned(const CudaDevice& device, size_t bytes) {
   int error = kCudaSuccess;
-  PinnedBuffer memory = pin(cuda, bytes, error);
-  check_cuda(cuda, error, "cudaHostAlloc");
+  PinnedBuffer memory = pin(device, bytes, error);
+  if (error != kCudaSuccess) throw CudaError(device.describe(error, "cudaHostAlloc"));
   return memory;
 }
-inline DeviceBuffer allocate_device(const CudaRuntime& cuda, size_t bytes) {
+inline DeviceBuffer allocate_device(const CudaDevice& device, size_t bytes) {
   void* memory = nullptr;
-  check_cuda(cuda, cuda.malloc(&memory, bytes), "cudaMalloc");
-  return {cuda, memory, bytes};
+  device.check<&CudaRuntime::malloc>("cudaMalloc", &memory, bytes);
+  return {device, memory, bytes};
 }
 
 }  // namespace asyncengine

@@ -10,11 +10,15 @@ namespace {
 // Ordinals of live devices; a slot is reused when its device is gone.
 std::mutex registry_mutex;
 std::vector<SimulatedDevice*> registry;
-thread_local int current_device = 0;
+thread_local int current_device = -1;
+std::atomic<int64_t> num_wrong_device_calls{0};
 
+// The current device of the calling thread; null, and counted, if there is none.
 SimulatedDevice* device() {
   std::lock_guard lock(registry_mutex);
-  return registry.at(static_cast<size_t>(current_device));
+  if (current_device >= 0) return registry.at(static_cast<size_t>(current_device));
+  ++num_wrong_device_calls;
+  return nullptr;
 }
 
 constexpr size_t kAllocationHeader = 64;  // keeps the payload aligned and remembers the device
@@ -32,13 +36,21 @@ struct CudaStreamHandle {
   int64_t enqueued = 0, executed = 0;
 };
 struct CudaGraphExecHandle {
+  SimulatedDevice* device;
   std::function<void()> body;
   std::chrono::nanoseconds latency;
 };
 
 struct SimulatedRuntime {
   using Call = SimulatedDevice::Call;
+  static constexpr int kWrongDevice = SimulatedDevice::kWrongDevice;
 
+  // False, and counted, if the calling thread has another current device.
+  static bool is_current(const SimulatedDevice* owner) {
+    if (current_device == owner->ordinal_) return true;
+    ++num_wrong_device_calls;
+    return false;
+  }
   static int set_device(int ordinal) {
     std::lock_guard lock(registry_mutex);
     if (ordinal < 0 || static_cast<size_t>(ordinal) >= registry.size() || registry[static_cast<size_t>(ordinal)] == nullptr) {
@@ -47,20 +59,30 @@ struct SimulatedRuntime {
     current_device = ordinal;
     return kCudaSuccess;
   }
+  static int get_device(int* ordinal) {
+    *ordinal = current_device;
+    return kCudaSuccess;
+  }
+  static bool is_in_use(int ordinal) {
+    std::lock_guard lock(registry_mutex);
+    return ordinal >= 0 && static_cast<size_t>(ordinal) < registry.size() && registry[static_cast<size_t>(ordinal)] != nullptr;
+  }
   static const char* get_error_string(int error) {
     switch (error) {
       case kCudaSuccess: return "no error";
       case kCudaErrorNotReady: return "device not ready";
       case 2: return "out of memory";
       case 101: return "invalid device ordinal";
+      case kWrongDevice: return "invalid resource handle";
       case 700: return "an illegal memory access was encountered";
       default: return "unknown error";
     }
   }
   static int allocate(void** pointer, size_t bytes) {
+    SimulatedDevice* owner = device();
+    if (owner == nullptr) return kWrongDevice;
     auto* base = static_cast<std::byte*>(std::malloc(bytes + kAllocationHeader));
     if (base == nullptr) return 2;
-    SimulatedDevice* owner = device();
     std::memcpy(base, &owner, sizeof(owner));
     std::memset(base + kAllocationHeader, kPoison, bytes);
     ++owner->live_objects_;
@@ -69,6 +91,7 @@ struct SimulatedRuntime {
   }
   static int allocate_host(void** pointer, size_t bytes, unsigned) {
     SimulatedDevice* owner = device();
+    if (owner == nullptr) return kWrongDevice;
     if (owner->pinning_fails_) return kCudaErrorMemoryAllocation;
     const int error = allocate(pointer, bytes);
     std::lock_guard lock(owner->mutex_);
@@ -78,6 +101,7 @@ struct SimulatedRuntime {
   static int release_host(void* pointer) {
     SimulatedDevice* owner = nullptr;
     std::memcpy(&owner, static_cast<std::byte*>(pointer) - kAllocationHeader, sizeof(owner));
+    if (!is_current(owner)) return kWrongDevice;
     {
       std::lock_guard lock(owner->mutex_);
       std::erase_if(owner->pinned_, [&](const auto& range) { return range.first == pointer; });
@@ -86,6 +110,7 @@ struct SimulatedRuntime {
   }
   static int register_host(void* pointer, size_t bytes, unsigned) {
     SimulatedDevice* owner = device();
+    if (owner == nullptr) return kWrongDevice;
     if (owner->pinning_fails_ || owner->registering_fails_) return kCudaErrorMemoryAllocation;
     std::lock_guard lock(owner->mutex_);
     owner->pinned_.insert({static_cast<std::byte*>(pointer), bytes});
@@ -97,8 +122,11 @@ struct SimulatedRuntime {
     for (SimulatedDevice* owner : registry) {
       if (owner == nullptr) continue;
       std::lock_guard own_lock(owner->mutex_);
-      owner->live_objects_ -= static_cast<int64_t>(
-          std::erase_if(owner->pinned_, [&](const auto& r) { return r.first == pointer; }));
+      const auto found = std::ranges::find_if(owner->pinned_, [&](const auto& range) { return range.first == pointer; });
+      if (found == owner->pinned_.end()) continue;
+      if (!is_current(owner)) return kWrongDevice;
+      owner->pinned_.erase(found);
+      --owner->live_objects_;
     }
     return kCudaSuccess;
   }
@@ -106,12 +134,14 @@ struct SimulatedRuntime {
     auto* base = static_cast<std::byte*>(pointer) - kAllocationHeader;
     SimulatedDevice* owner = nullptr;
     std::memcpy(&owner, base, sizeof(owner));
+    if (!is_current(owner)) return kWrongDevice;
     --owner->live_objects_;
     std::free(base);
     return kCudaSuccess;
   }
   static int memcpy_async(void* target, const void* source, size_t bytes, int kind, CudaStream cuda_stream) {
     SimulatedDevice& device = *cuda_stream->device;
+    if (!is_current(&device)) return kWrongDevice;
     const int error = device.enqueue(cuda_stream, {SimulatedDevice::Operation::kCopy, target, source, bytes}, Call::kCopy);
     std::unique_lock lock(device.mutex_);
     const bool waits = !device.is_pinned(kind == kCudaMemcpyHostToDevice ? source : target);
@@ -119,13 +149,16 @@ struct SimulatedRuntime {
     return error;
   }
   static int stream_create(CudaStream* cuda_stream, unsigned) {
-    *cuda_stream = new CudaStreamHandle{device()};
+    SimulatedDevice* owner = device();
+    if (owner == nullptr) return kWrongDevice;
+    *cuda_stream = new CudaStreamHandle{owner};
     ++(*cuda_stream)->device->live_objects_;
     std::lock_guard lock((*cuda_stream)->device->mutex_);
     (*cuda_stream)->device->cuda_streams_.push_back(*cuda_stream);
     return kCudaSuccess;
   }
   static int stream_destroy(CudaStream cuda_stream) {
+    if (!is_current(cuda_stream->device)) return kWrongDevice;
     {
       std::lock_guard lock(cuda_stream->device->mutex_);
       std::erase(cuda_stream->device->cuda_streams_, cuda_stream);
@@ -135,22 +168,27 @@ struct SimulatedRuntime {
     return kCudaSuccess;
   }
   static int stream_wait_event(CudaStream cuda_stream, CudaEvent event, unsigned) {
+    if (!is_current(cuda_stream->device)) return kWrongDevice;
     const auto records = static_cast<size_t>(event->recorded.load(std::memory_order_relaxed));
     return cuda_stream->device->enqueue(cuda_stream, {SimulatedDevice::Operation::kWait, event, nullptr, records},
                                         Call::kWaitEvent);
   }
   static int event_create(CudaEvent* event, unsigned) {
-    *event = new CudaEventHandle{device()};
+    SimulatedDevice* owner = device();
+    if (owner == nullptr) return kWrongDevice;
+    *event = new CudaEventHandle{owner};
     ++(*event)->device->live_objects_;
     return kCudaSuccess;
   }
   static int event_destroy(CudaEvent event) {
+    if (!is_current(event->device)) return kWrongDevice;
     --event->device->live_objects_;
     std::lock_guard lock(event->device->mutex_);  // of a device that failed the thread may still look at the event
     delete event;
     return kCudaSuccess;
   }
   static int event_record(CudaEvent event, CudaStream cuda_stream) {
+    if (!is_current(cuda_stream->device) || event->device != cuda_stream->device) return kWrongDevice;
     event->recorded.fetch_add(1, std::memory_order_relaxed);
     const int error = cuda_stream->device->enqueue(cuda_stream, {SimulatedDevice::Operation::kRecord, event, nullptr, 0},
                                                    Call::kEventRecord);
@@ -158,6 +196,7 @@ struct SimulatedRuntime {
     return error;
   }
   static int event_query(CudaEvent event) {
+    if (!is_current(event->device)) return kWrongDevice;
     {
       std::lock_guard lock(event->device->mutex_);
       if (event->device->error_ != kCudaSuccess) return event->device->error_;
@@ -168,24 +207,45 @@ struct SimulatedRuntime {
   // A simulated graph is executable from the start: add_graph().
   static int graph_instantiate(CudaGraphExec* exec, CudaGraph graph, unsigned long long) {
     *exec = reinterpret_cast<CudaGraphExec>(graph);
-    return kCudaSuccess;
+    return is_current((*exec)->device) ? kCudaSuccess : kWrongDevice;
   }
-  static int graph_upload(CudaGraphExec, CudaStream) { return kCudaSuccess; }
-  static int graph_exec_destroy(CudaGraphExec) { return kCudaSuccess; }  // the device owns it
+  static int graph_upload(CudaGraphExec graph, CudaStream) { return is_current(graph->device) ? kCudaSuccess : kWrongDevice; }
+  // The device owns the graph.
+  static int graph_exec_destroy(CudaGraphExec graph) { return is_current(graph->device) ? kCudaSuccess : kWrongDevice; }
   static int graph_launch(CudaGraphExec graph, CudaStream cuda_stream) {
+    if (!is_current(cuda_stream->device) || graph->device != cuda_stream->device) return kWrongDevice;
     return cuda_stream->device->enqueue(cuda_stream, {SimulatedDevice::Operation::kGraph, graph, nullptr, 0}, Call::kGraphLaunch);
   }
 };
 
 const CudaRuntime& SimulatedDevice::runtime() {
   using R = SimulatedRuntime;
-  static constexpr CudaRuntime table = {R::set_device,        R::get_error_string, R::allocate,           R::release,
-                                        R::allocate_host,     R::release_host,     R::register_host,      R::unregister_host,
-                                        R::memcpy_async,      R::stream_create,    R::stream_destroy,     R::stream_wait_event,
-                                        R::event_create,      R::event_destroy,    R::event_record,       R::event_query,
-                                        R::graph_instantiate, R::graph_upload,     R::graph_exec_destroy, R::graph_launch};
+  static constexpr CudaRuntime table = {.set_device = R::set_device,
+                                        .get_device = R::get_device,
+                                        .is_in_use = R::is_in_use,
+                                        .get_error_string = R::get_error_string,
+                                        .malloc = R::allocate,
+                                        .free = R::release,
+                                        .host_alloc = R::allocate_host,
+                                        .free_host = R::release_host,
+                                        .host_register = R::register_host,
+                                        .host_unregister = R::unregister_host,
+                                        .memcpy_async = R::memcpy_async,
+                                        .stream_create = R::stream_create,
+                                        .stream_destroy = R::stream_destroy,
+                                        .stream_wait_event = R::stream_wait_event,
+                                        .event_create = R::event_create,
+                                        .event_destroy = R::event_destroy,
+                                        .event_record = R::event_record,
+                                        .event_query = R::event_query,
+                                        .graph_instantiate = R::graph_instantiate,
+                                        .graph_upload = R::graph_upload,
+                                        .graph_exec_destroy = R::graph_exec_destroy,
+                                        .graph_launch = R::graph_launch};
   return table;
 }
+
+int64_t SimulatedDevice::wrong_device_calls() { return num_wrong_device_calls; }
 
 SimulatedDevice::SimulatedDevice() {
   std::lock_guard lock(registry_mutex);
@@ -216,7 +276,7 @@ SimulatedDevice::~SimulatedDevice() {
 }
 
 CudaGraphExec SimulatedDevice::add_graph(std::function<void()> body, std::chrono::nanoseconds latency) {
-  graphs_.push_back(new CudaGraphExecHandle{std::move(body), latency});
+  graphs_.push_back(new CudaGraphExecHandle{this, std::move(body), latency});
   return graphs_.back();
 }
 

@@ -12,7 +12,7 @@
 #include <thread>
 #include <vector>
 
-#include "platform/cuda/cuda_runtime.h"
+#include "platform/cuda/cuda_device.h"
 
 namespace asyncengine {
 
@@ -29,9 +29,13 @@ class SimulatedDevice {
 
   // Ends the device's thread; what is enqueued then never runs. The destructor does it too.
   void stop();
-  // The ordinal under which the function table knows this device (cudaSetDevice).
-  int ordinal() const { return ordinal_; }
+  // The device by the index under which the function table knows it. Other than on a real device, a thread has no device
+  // at first, and a call with another one's memory, CUDA stream, event or graph fails: kWrongDevice.
+  CudaDevice cuda() const { return {runtime(), ordinal_}; }
   static const CudaRuntime& runtime();
+  static constexpr int kWrongDevice = 400;  // cudaErrorInvalidResourceHandle
+  // Calls that were answered so, on all devices since the process began.
+  static int64_t wrong_device_calls();
 
   // Makes a graph, as cudaGraphInstantiate does on the real device. The body runs on the device's thread.
   CudaGraphExec add_graph(std::function<void()> body, std::chrono::nanoseconds latency);

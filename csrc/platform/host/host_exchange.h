@@ -32,9 +32,8 @@ class HostExchange {
   // Memory that steps on the host alone touch.
   explicit HostExchange(const HostShape& shape) : shape_(shape), plain_(new std::byte[bytes()]), memory_(plain_.get()) { clear(); }
   // Memory that a device reads and writes over the link. Throws CudaError if it cannot be pinned.
-  HostExchange(const CudaRuntime& cuda, int device, const HostShape& shape) : shape_(shape) {
-    check_cuda(cuda, cuda.set_device(device), "cudaSetDevice");
-    pinned_ = allocate_pinned(cuda, bytes());
+  HostExchange(const CudaDevice& device, const HostShape& shape) : shape_(shape) {
+    pinned_ = allocate_pinned(device, bytes());
     memory_ = pinned_.data();
     clear();
   }

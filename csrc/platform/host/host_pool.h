@@ -17,16 +17,15 @@ class HostPool {
  public:
   // Pins `num_blocks`, or half of them, or a quarter, and so on, down to those of one transfer. Throws
   // CudaError if not even that.
-  HostPool(const CudaRuntime& cuda, int device, size_t block_bytes, int32_t num_blocks, int32_t max_moves)
+  HostPool(const CudaDevice& device, size_t block_bytes, int32_t num_blocks, int32_t max_moves)
       : block_bytes_(block_bytes), max_moves_(max_moves) {
-    check_cuda(cuda, cuda.set_device(device), "cudaSetDevice");
     int error = kCudaErrorMemoryAllocation;
     for (; error != kCudaSuccess && num_blocks >= max_moves; num_blocks /= 2) {
-      memory_ = pin_huge(cuda, static_cast<size_t>(num_blocks) * block_bytes, error);
+      memory_ = pin_huge(device, static_cast<size_t>(num_blocks) * block_bytes, error);
       num_blocks_ = num_blocks;
     }
-    check_cuda(cuda, error, "cudaHostAlloc");
-    lists_ = allocate_pinned(cuda, BlockMover::kTransfers * list_words() * sizeof(int32_t));
+    if (error != kCudaSuccess) throw CudaError(device.describe(error, "cudaHostAlloc"));
+    lists_ = allocate_pinned(device, BlockMover::kTransfers * list_words() * sizeof(int32_t));
     std::fill_n(reinterpret_cast<int32_t*>(lists_.data()), BlockMover::kTransfers * list_words(), 0);
   }
 
