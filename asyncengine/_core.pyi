@@ -262,12 +262,11 @@ class SchedulerConfig:
     """Settings of the scheduler (csrc/core/scheduler_config.inl). A wrong count raises ValueError."""
 
     def __init__(
-        self, *, num_blocks: int = 0, block_size: int = 16, max_num_seqs: int = 256,
-        max_num_batched_tokens: int = 2048, prefill_chunk_size: int = 0, max_model_len: int = 0,
-        prefix_caching: bool = True, token_buckets: Sequence[int] = (), max_samples: int = 0,
-        max_update_words: int = 0, max_result_words: int = 0, mask_words: int = 0, num_host_blocks: int = 0,
-        costs: StepCosts = ..., targets: ItlTargets = ..., paced_chunk_size: int = 0, hybrid: HybridConfig = ...,
-        window: int = 0,
+        self, *, num_blocks: int = 0, block_size: int = 16, max_num_seqs: int = 256, max_num_batched_tokens: int = 2048,
+        prefill_chunk_size: int = 0, max_model_len: int = 0, prefix_caching: bool = True,
+        token_buckets: Sequence[int] = (), max_samples: int = 0, max_update_words: int = 0, max_result_words: int = 0,
+        mask_words: int = 0, num_host_blocks: int = 0, costs: StepCosts = ..., targets: ItlTargets = ...,
+        paced_chunk_size: int = 0, hybrid: HybridConfig = ..., window: int = 0,
     ) -> None: ...  # fmt: skip
 
 class CostPoint:

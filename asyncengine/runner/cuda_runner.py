@@ -65,7 +65,7 @@ class CudaRunner:
         self.graphs = CapturedSteps(device)
         self._device = device
         self._buffers = buffers
-        self.cuda_stream = torch.cuda.Stream(steps.cache.memory.device)  # type: ignore[no-untyped-call]
+        self.cuda_stream = torch.cuda.Stream(device.index)  # type: ignore[no-untyped-call]
 
     @classmethod
     def load(cls, config: EngineConfig, *, progress: bool = False) -> Self:
