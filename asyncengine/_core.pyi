@@ -109,8 +109,7 @@ class MaskChannel:
     def write(self, position: int, allows_all: bool = False, forced: Sequence[int] = ()) -> None:
         """Say which token the mask is for, and which come before it without being sampled, from ``position``.
 
-        ``allows_all``: the mask is not looked at. The first mask comes with the request.
-        """
+        ``allows_all``: the mask is not looked at. The first mask comes with the request."""
     def post(self) -> None:
         """Hand it on, from any thread. The next one is written once a token that came of this one is known."""
 
@@ -157,6 +156,9 @@ class StepBatch:
     def context_len(self) -> npt.NDArray[np.int32]:
         """[R] tokens of KV that precede the row's query."""
     @property
+    def slots(self) -> npt.NDArray[np.int32]:
+        """[R] slot of the row's sequence, by which layers keep states."""
+    @property
     def sample_index(self) -> npt.NDArray[np.int64]:
         """[S] tokens whose logits are wanted."""
     means: Final[list[tuple[int, int, int]]]
@@ -168,8 +170,7 @@ class CpuLinear:
     """Addresses of weights [rows[i], k] and biases [rows[i]] (0: none); the caller keeps the memory.
 
     With ``panels`` weights are [rows[i] / vector_width, words of k, vector_width], a word holding 4 bytes of a row;
-    rows[i] is rounded up to 2 * vector_width, k to a multiple of panel_steps(dtype) with zeros.
-    """
+    rows[i] is rounded up to 2 * vector_width, k to a multiple of panel_steps(dtype) with zeros."""
 
     def __init__(
         self, weights: Sequence[int], rows: Sequence[int], biases: Sequence[int], k: int, dtype: Dtype,
@@ -184,8 +185,7 @@ class CpuNorm:
 class PagedKV:
     """A layer's cache: k [num_blocks, Hk, head_dim, block_size], v [num_blocks, Hk, block_size, head_dim].
 
-    With scales, float32 [2, 2, Hk] of keys and values, scales and inverses, it is in float8 (e4m3).
-    """
+    With scales, float32 [2, 2, Hk] of keys and values, scales and inverses, it is in float8 (e4m3)."""
 
     def __init__(self, k: int, v: int, num_kv_heads: int, head_dim: int, block_size: int, scales: int = 0) -> None: ...
 
@@ -266,7 +266,7 @@ class SchedulerConfig:
         prefill_chunk_size: int = 0, max_model_len: int = 0, prefix_caching: bool = True,
         token_buckets: Sequence[int] = (), max_samples: int = 0, max_update_words: int = 0, max_result_words: int = 0,
         mask_words: int = 0, num_host_blocks: int = 0, costs: StepCosts = ..., targets: ItlTargets = ...,
-        paced_chunk_size: int = 0, hybrid: HybridConfig = ..., window: int = 0,
+        paced_chunk_size: int = 0, hybrid: HybridConfig = ..., window: int = 0, num_state_slots: int = 0,
     ) -> None: ...  # fmt: skip
 
 class CostPoint:
@@ -333,7 +333,9 @@ class SchedulerHarness:
         """Retires a step: a token for each sampled row, negative where logits were not finite. None: it failed."""
     def news(self) -> _News: ...
     step_input: Final[bytes]
-    """The StepInput of the step that was scheduled last."""
+    """The StepInput of the step that was scheduled last; then its copies of state slots, and the slots of its rows."""
+    state_copies: Final[list[tuple[int, int]]]
+    slots: Final[list[int]]
     in_flight: Final[int]
     quiescent: Final[bool]
     free_blocks: Final[int]
@@ -368,15 +370,13 @@ def json_extent(document: bytes | bytearray, /) -> tuple[int, int]:
     """Count of values and greatest depth. The GIL is released.
 
     By its cost to a parser, a number counts once, a string, also a member's name, an array and an object twice. A
-    document that is not JSON gets numbers too: no parser that stops at its first mistake makes more of it.
-    """
+    document that is not JSON gets numbers too: no parser that stops at its first mistake makes more of it."""
 
 def json_shape(document: bytes | bytearray, long_size: int, /) -> tuple[int, int, list[tuple[bytes, int]]]:
     """Return ``json_extent``, and the outermost object's members whose values have at least ``long_size`` bytes.
 
     Each has its name as it stands in the document, escapes included, and the bytes from the name to the next comma or
-    bracket. A name that comes twice is listed as often as it is long.
-    """
+    bracket. A name that comes twice is listed as often as it is long."""
 
 # ---- engine ----
 
@@ -662,11 +662,12 @@ class StepLoop:
     def on_cpu(
         config: StepLoopConfig, forward: Callable[[StepBatch], tuple[int, int, int]], kernels: CpuKernels,
         vocab_size: int, kv_regions: Sequence[tuple[int, int]], host_rows: CpuHostRows | None = None,
+        state_regions: Sequence[tuple[int, int]] = (),
     ) -> StepLoop:  # fmt: skip
         """forward returns the address of float32 logits [num_samples, vocab_size], and the address and the width of
         vectors [num_samples, width], or 0 where no sample has Need.vector. Addresses are valid until its next call; it
-        runs on the executor's thread. kv_regions: (address, bytes per block) of all memory that block copies concern.
-        """
+        runs on the executor's thread. kv_regions: (address, bytes per block) of all memory that block copies concern;
+        state_regions: that of states, by state slot."""
     @staticmethod
     def on_cuda(
         config: StepLoopConfig, device: CudaDevice, staging: Staging, graphs: CudaGraphs,

@@ -32,6 +32,8 @@ class ModelInfo:
     """KV blocks of the host tier."""
     num_kv_layers: int = 0
     """Layers that keep keys and values."""
+    num_state_slots: int = 0
+    """States that there is room for, of sequences and of snapshots; 0: no layer keeps a state."""
     window: int = 0
     """Tokens that the layers see, the most that one does, where every layer has a window; 0: a layer sees all."""
     can_decode_on_host: bool = False

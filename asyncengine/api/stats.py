@@ -88,6 +88,8 @@ class DebugStats:
     block_references: int
     """The sum of all reference counts: more than held_blocks where sequences share."""
     held_slots: int
+    pinned_snapshots: int
+    """Snapshots of states that a step writes, or that sequences wait to begin with."""
     leases: int
     """Staging buffers of steps in flight."""
     live_requests: int

@@ -122,7 +122,8 @@ class LayerStates(NamedTuple):
     """States of one layer."""
 
     states: Tensor
-    """uint8 [num_slots, num_bytes]"""
+    """uint8 [state slots, num_bytes]: first those of the sequences, by slot, then those of snapshots. Every sequence
+    begins with zeros, or with the state of the tokens before it; only csrc/core copies states."""
 
 
 LayerCache: TypeAlias = LayerKVCache | LayerLatentCache | LayerStates

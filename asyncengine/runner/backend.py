@@ -177,6 +177,7 @@ def _load_on_cpu(config: EngineConfig, *, progress: bool, measure: bool) -> Back
         len(runner.info.labels) or runner.info.vocab_size,
         runner.kv_block_regions(),
         runner.host_rows(config, ops),
+        runner.state_regions(),
     )
     return Backend(runner.info, tokenizer, step_loop, runner, runner.interrupt, costs)
 

@@ -134,6 +134,7 @@ def scheduler_config(
         paced_chunk_size=0 if chunk in (None, default) else chunk,
         hybrid=hybrid_config(config, model_info, costs),
         window=model_info.window,
+        num_state_slots=model_info.num_state_slots,
     )
 
 

@@ -41,6 +41,8 @@ void check_config(const SchedulerConfig& c) {
           "max_num_batched_tokens must leave room for lanes beside max_num_seqs");
   require(c.paced_chunk_size >= 0, "chunks must not be negative");
   require(c.window >= 0, "window must not be negative");
+  require(c.num_state_slots == 0 || c.num_state_slots >= c.max_num_seqs, "num_state_slots must be 0, or max_num_seqs at least");
+  require(c.num_state_slots == 0 || !c.hybrid.any(), "sequences with a state do not decode on the host");
 }
 
 void check_point(const StepCosts::Point& point) {
@@ -153,6 +155,8 @@ void bind_core(py::module_& m) {
       .def("commit", &SchedulerHarness::commit)
       .def("news", &SchedulerHarness::news)
       .def_property_readonly("step_input", &SchedulerHarness::step_input)
+      .def_property_readonly("state_copies", &SchedulerHarness::state_copies)
+      .def_property_readonly("slots", &SchedulerHarness::slots)
       .def_property_readonly("in_flight", &SchedulerHarness::in_flight)
       .def_property_readonly("quiescent", &SchedulerHarness::quiescent)
       .def_property_readonly("free_blocks", &SchedulerHarness::free_blocks)

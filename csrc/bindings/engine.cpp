@@ -45,6 +45,7 @@ void require_buckets(const std::vector<GraphBucket>& buckets, int32_t lanes, con
 OwnedStepLoop make_cuda_loop(const StepLoopConfig& config, const CudaDevice& device, std::shared_ptr<Staging> staging,
                              std::shared_ptr<CudaGraphs> graphs, py::object eager, Address cuda_stream, double poll_interval_us,
                              std::shared_ptr<HostWorkers> host_workers) {
+  require(config.scheduler.num_state_slots == 0, "graphs copy no states");
   require(staging->num_steps() == config.steps_in_flight, "staging is for another number of steps in flight");
   require(!graphs->buckets.empty(), "there is no bucket");
   const int32_t host_blocks = graphs->host_pool != nullptr ? graphs->host_pool->num_blocks() : 0;
@@ -107,7 +108,7 @@ std::shared_ptr<HostAttention> make_workers(const CpuHostRows& rows, const HostM
 // executor's thread; sampling follows without the GIL.
 OwnedStepLoop make_cpu_loop(const StepLoopConfig& config, py::function forward, std::shared_ptr<CpuKernels> kernels,
                             int64_t vocab_size, const std::vector<std::pair<Address, size_t>>& kv_regions,
-                            std::optional<CpuHostRows> host_rows) {
+                            std::optional<CpuHostRows> host_rows, const std::vector<std::pair<Address, size_t>>& state_regions) {
   auto step = [run = callback(std::move(forward)), kernels = std::move(kernels), vocab_size](const StepBatch& batch,
                                                                                              int32_t* tokens) {
     std::tuple<Address, Address, size_t> answer;
@@ -123,12 +124,15 @@ OwnedStepLoop make_cpu_loop(const StepLoopConfig& config, py::function forward, 
     kernels->sample(pointer<const float>(logits), vocab_size, batch, tokens);
     if (batch.needs & kNeedVector) give_vectors(batch, pointer<const float>(vectors), width, tokens);
   };
-  std::vector<CallbackExecutor::BlockRegion> regions;
+  require(state_regions.empty() || config.scheduler.num_state_slots > 0, "state_regions need num_state_slots");
+  std::vector<CallbackExecutor::BlockRegion> regions, states;
   for (const auto& [base, bytes_per_block] : kv_regions) regions.push_back({pointer<std::byte>(base), bytes_per_block});
+  for (const auto& [base, bytes_per_slot] : state_regions) states.push_back({pointer<std::byte>(base), bytes_per_slot});
   auto executor = std::make_unique<CallbackExecutor>(
       StepLoop::limits(config), max_blocks(config.scheduler), config.scheduler.block_size, config.steps_in_flight,
       std::move(regions), CpuSampler::kNeeds | kNeedVector | kNeedMean, std::move(step),
-      [probe = std::make_shared<GilProbe>()](int64_t now) { return probe->held_up_ns(now); }, config.scheduler.num_host_blocks);
+      [probe = std::make_shared<GilProbe>()](int64_t now) { return probe->held_up_ns(now); }, config.scheduler.num_host_blocks,
+      std::move(states));
   if (config.scheduler.hybrid.any()) {
     require(host_rows.has_value(), "lanes need host_rows");
     executor->attend_on_host_with(make_workers(*host_rows, *executor->mover(), config.scheduler.block_size));
@@ -290,7 +294,8 @@ void bind_engine(py::module_& m) {
       .def_static("on_simulated_device", &make_simulated_loop, py::arg("config"), py::arg("device"), py::arg("poll_interval_us"),
                   py::keep_alive<0, 2>())
       .def_static("on_cpu", &make_cpu_loop, py::arg("config"), py::arg("forward"), py::arg("kernels"), py::arg("vocab_size"),
-                  py::arg("kv_regions"), py::arg("host_rows") = py::none())
+                  py::arg("kv_regions"), py::arg("host_rows") = py::none(),
+                  py::arg("state_regions") = std::vector<std::pair<Address, size_t>>())
       .def_static("on_cuda", &make_cuda_loop, py::arg("config"), py::arg("device"), py::arg("staging"), py::arg("graphs"),
                   py::arg("eager"), py::arg("cuda_stream"), py::arg("poll_interval_us"), py::arg("host_workers") = nullptr,
                   py::keep_alive<0, 2>())

@@ -254,6 +254,17 @@ class SchedulerHarness {
   }
   // The bytes of the step that was scheduled last.
   py::bytes step_input() const { return {reinterpret_cast<const char*>(staging_.data()), packed_}; }
+  // Of that step: copies of state slots (source or -1, target), and the slot of each row.
+  std::vector<std::pair<int32_t, int32_t>> state_copies() const {
+    std::vector<std::pair<int32_t, int32_t>> all;
+    for (const BlockCopy& copy : StepInputView(staging_.data()).state_copies()) all.emplace_back(copy.source, copy.target);
+    return all;
+  }
+  std::vector<int32_t> slots() const {
+    std::vector<int32_t> all;
+    for (const StepInputRow& row : StepInputView(staging_.data()).rows()) all.push_back(row.slot);
+    return all;
+  }
   int in_flight() const { return static_cast<int>(flight_.size()); }
   bool quiescent() const { return scheduler_.quiescent(); }
   int64_t free_blocks() { return scheduler_.stats().num_free_blocks; }

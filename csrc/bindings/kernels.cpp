@@ -44,6 +44,7 @@ std::shared_ptr<StepBatch> make_step_batch(std::vector<int64_t> input_ids, std::
   batch->slot_mapping = std::move(slot_mapping);
   batch->query_start = std::move(query_start);
   batch->context_len = std::move(context_len);
+  for (int32_t r = 0; r < batch->num_rows; ++r) batch->slots.push_back(r);
   batch->sample_index = std::move(sample_index);
   batch->owned_tables = std::move(block_tables);
   for (const std::vector<int32_t>& table : batch->owned_tables) batch->block_tables.push_back(table.data());
@@ -96,6 +97,7 @@ void bind_step_batch(py::module_& m) {
       .def_property_readonly("slot_mapping", array_property(&StepBatch::slot_mapping, &StepBatch::num_tokens))
       .def_property_readonly("query_start", array_property(&StepBatch::query_start, &StepBatch::num_rows, 1))
       .def_property_readonly("context_len", array_property(&StepBatch::context_len, &StepBatch::num_rows))
+      .def_property_readonly("slots", array_property(&StepBatch::slots, &StepBatch::num_rows))
       .def_property_readonly("sample_index", array_property(&StepBatch::sample_index, &StepBatch::num_samples))
       .def_property_readonly("means",
                              [](const StepBatch& batch) {

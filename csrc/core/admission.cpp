@@ -1,6 +1,7 @@
 #include "core/admission.h"
 
 #include <algorithm>
+#include <cassert>
 #include <span>
 
 namespace asyncengine {
@@ -50,7 +51,7 @@ Admission::Result Admission::admit(Sequence& sequence, StepPlan& plan, int64_t n
   if (roster_.tier() != nullptr && source == nullptr && !sequence.loaded) [[unlikely]] {
     if (load_from_host(sequence, whole)) return Result::kLeft;
   }
-  const bool copies = source != nullptr && shared > (sequence.request->prompt_len - 1) / block_size_;
+  const bool copies = source != nullptr && shared > (sequence.request->prompt_len - 1) / block_size_;  // not with states
   const int32_t size = blocks_to_begin(sequence, shared) + copies;
   if (blocks.num_free() - unused < size) {
     roster_.block({&sequence, blocks.num_free(), unused + size, size});
@@ -66,7 +67,8 @@ Admission::Result Admission::admit(Sequence& sequence, StepPlan& plan, int64_t n
   slot.published_end = begin.published_end;
   slot.chain = begin.chain;
   slot.capacity = shared * block_size_;
-  if (source != nullptr) slot.forked = roster_.slot_of(*source).forked = true;
+  if (source != nullptr && !roster_.states().any()) slot.forked = roster_.slot_of(*source).forked = true;
+  if (roster_.states().any()) start_state(slot, source, plan);
   roster_.run(slot);
   note_scheduled(*sequence.request, slot.computed, now_ns);
   plan.filled_slots.push_back(sequence.slot);
@@ -92,6 +94,27 @@ void Admission::report(Stats& stats) const {
   stats.prefix_cache_hits = prefix_cache_hits_;
 }
 
+// The state that the sequence begins with: of its sibling's prompt, of the prefix that was found, or none. Whatever another
+// sequence left in the slot is gone.
+void Admission::start_state(const Slot& slot, const Sequence* source, StepPlan& plan) {
+  StatePool& states = roster_.states();
+  Request& request = *slot.sequence->request;
+  int32_t snapshot = -1;
+  if (source != nullptr) {
+    snapshot = request.fork_state;
+  } else if (slot.computed > 0) {
+    snapshot = states.find(slot.chain);
+    assert(snapshot >= 0);
+  }
+  if (snapshot >= 0) states.use(snapshot, plan.step);
+  plan.state_copies.push_back({snapshot, roster_.index(slot)});
+  const auto waits = [&](const Sequence& other) {
+    const bool may_fork = other.state == SequenceState::kDormant || other.state == SequenceState::kWaiting;
+    return &other != slot.sequence && other.index > 0 && may_fork;
+  };
+  if (request.fork_state >= 0 && std::ranges::none_of(request.sequences, waits)) roster_.drop_fork_state(request);
+}
+
 // Blocks that must be free beside the shared ones: those of all its tokens, or where layers have a window those of the window,
 // of the largest chunk behind it and of a chunk in flight.
 int32_t Admission::blocks_to_begin(const Sequence& sequence, int32_t shared) const {
@@ -107,7 +130,8 @@ Sequence* Admission::fork_source(const Sequence& sequence, const StepPlan& plan)
   Sequence& first = sequence.request->sequences[0];
   const bool usable = &first != &sequence && first.state == SequenceState::kRunning && roster_.slot_of(first).on_device &&
                       first.first_sample_step < plan.step &&  // copies run before this step's own writes
-                      sequence.tokens.size() == sequence.request->prompt_len && sequence.request->prompt_len > 1;
+                      sequence.tokens.size() == sequence.request->prompt_len && sequence.request->prompt_len > 1 &&
+                      (!roster_.states().any() || sequence.request->fork_state >= 0);
   return usable && shares_what_is_seen(first) ? &first : nullptr;
 }
 
@@ -116,8 +140,8 @@ Sequence* Admission::fork_source(const Sequence& sequence, const StepPlan& plan)
 bool Admission::shares_what_is_seen(const Sequence& first) const {
   const int32_t holes = roster_.tables().first_held(first.slot), prompt_len = first.request->prompt_len;
   if (holes == 0) return true;
-  if (holes > config_.unseen_blocks(prompt_len - 1, prompt_len)) return false;
   const int32_t whole = (prompt_len - 1) / block_size_;
+  if (holes > config_.unseen_blocks(roster_.states().any() ? whole * block_size_ : prompt_len - 1, prompt_len)) return false;
   return roster_.slot_of(first).published_end < prompt_len ||
          (holes < whole && roster_.blocks().findable(roster_.tables().at(first.slot, whole - 1)));
 }
@@ -126,12 +150,18 @@ bool Admission::shares_what_is_seen(const Sequence& first) const {
 // to compute, because its logits are wanted.
 int32_t Admission::find_prefix(const Sequence& sequence, const Sequence* source, bool with_host) {
   if (source != nullptr) {
-    const int32_t shared = roster_.blocks().blocks_for(sequence.request->prompt_len - 1);
+    const int32_t last = sequence.request->prompt_len - 1;  // a state is there as of the last whole block
+    const int32_t shared = roster_.states().any() ? last / block_size_ : roster_.blocks().blocks_for(last);
     std::copy_n(roster_.tables().blocks(source->slot).begin(), shared, prefix_.begin());
     return shared;
   }
   const auto tokens_at = [&](int32_t position) { return sequence.tokens.at(position); };
-  return roster_.blocks().match_prefix(tokens_at, prefix_limit(sequence), sequence.request->salt, prefix_.data(), with_host);
+  const int32_t most = prefix_limit(sequence);
+  int32_t found = roster_.blocks().match_prefix(tokens_at, most, sequence.request->salt, prefix_.data(), with_host);
+  if (!roster_.states().any()) return found;
+  const auto known = [&](int32_t id) { return roster_.states().find(roster_.blocks().chain_of(id).id) >= 0; };
+  while (found > 0 && !known(prefix_[static_cast<size_t>(found) - 1])) --found;
+  return found;
 }
 
 // Blocks of it that may come from the prefix cache.
@@ -150,7 +180,7 @@ Admission::Start Admission::start(const Sequence& sequence, const Sequence* sour
   }
   const Slot& slot = roster_.slot_of(*source);
   const int32_t holes = roster_.tables().first_held(source->slot);
-  Start start{request.prompt_len - 1, 0, request.salt};
+  Start start{roster_.states().any() ? shared * block_size_ : request.prompt_len - 1, 0, request.salt};
   if (slot.published_end < request.prompt_len) {
     start.published_end = slot.published_end;
     start.chain = slot.chain;

@@ -66,6 +66,7 @@ class Admission {
     int32_t holes = 0;  // of the shared blocks, those at the beginning that it never sees
   };
   Start start(const Sequence& sequence, const Sequence* source, int32_t shared) const;
+  void start_state(const Slot& slot, const Sequence* source, StepPlan& plan);
   void note_scheduled(Request& request, int32_t cached_tokens, int64_t now_ns);
 
   const SchedulerConfig& config_;

@@ -73,8 +73,10 @@ size_t pack_step(const StepPlan& plan, BlockTables& tables, std::span<std::byte>
   auto* delta_blocks = cursor.take<int32_t>(static_cast<size_t>(plan.num_delta_blocks));
   auto* host_rows = cursor.take<HostRowEntry>(plan.host_rows.entries.size());
   auto* entries = cursor.take<int32_t>(static_cast<size_t>(plan.num_update_words));
+  auto* state_copies = cursor.take<BlockCopy>(plan.state_copies.size());
 
   std::copy(plan.copies.begin(), plan.copies.end(), copies);
+  std::copy(plan.state_copies.begin(), plan.state_copies.end(), state_copies);
   std::copy(plan.host_rows.entries.begin(), plan.host_rows.entries.end(), host_rows);
   auto filled = plan.filled_slots.begin();
   int32_t query_start = 0, prompt_start = 0, sample_row = 0, num_updates = 0, offset = 0, max_context = 0;
@@ -142,7 +144,7 @@ size_t pack_step(const StepPlan& plan, BlockTables& tables, std::span<std::byte>
              sample_row - plan.num_scored,
              plan.num_result_words,
              plan.host_rows.header(),
-             0};
+             static_cast<int32_t>(plan.state_copies.size())};
   return cursor.used();
 }
 

@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "core/prefix_index.h"
+#include "core/state_pool.h"
 #include "core/tier/block_disk.h"
 
 namespace asyncengine {
@@ -80,6 +81,8 @@ class BlockManager {
   Chain chain_of(int32_t block) const { return index_.chain_of(block); }
 
   bool prefix_caching() const { return prefix_caching_; }
+  // Snapshots of states go with the chains that they are known by.
+  void tell_of_evictions(StatePool& snapshots) { snapshots_ = &snapshots; }
 
   // ---- the host tier's. A host block that is pinned keeps what it holds, or what a copy under way writes.
 
@@ -149,6 +152,7 @@ class BlockManager {
   void link(int32_t block, int32_t prev, int32_t next);
   void unlink(int32_t block);
   void evict(int32_t block);
+  void erase(int32_t id);
   void note_without_copy(int32_t block);
   HostState& host_state(int32_t host) { return host_[static_cast<size_t>(host)]; }
   const HostState& host_state(int32_t host) const { return host_[static_cast<size_t>(host)]; }
@@ -165,6 +169,7 @@ class BlockManager {
   int64_t num_references_ = 0;
   HugeVector<State> states_;  // by block; the last one is the sentinel of the free queue
   PrefixIndex index_;
+  StatePool* snapshots_ = nullptr;
 
   std::vector<HostState> host_;      // by host block; the last one is the sentinel of their queue, least recently used first
   std::vector<int32_t> copies_;      // by block: the host block that holds a copy of it, or -1

@@ -7,15 +7,17 @@ namespace asyncengine {
 Roster::Roster(const SchedulerConfig& config)
     : blocks_(config.num_blocks, config.block_size, config.prefix_caching, config.num_host_blocks),
       tables_(config.max_num_seqs, config.max_blocks_per_sequence()),
+      states_(config.max_num_seqs, config.num_state_slots),
       slots_(static_cast<size_t>(config.max_num_seqs)),
       waiting_(config.max_num_seqs, config.num_blocks) {
+  if (states_.any()) blocks_.tell_of_evictions(states_);
   running_.reserve(static_cast<size_t>(config.max_num_seqs));
   for (int32_t slot = config.max_num_seqs - 1; slot >= 0; --slot) free_slots_.push_back(slot);
 }
 
 bool Roster::quiescent() const {
   return idle() && blocks_coming_ == 0 && blocks_.num_free() == blocks_.num_blocks() && blocks_.num_host_pinned() == 0 &&
-         free_slots_.size() == slots_.size() && blocks_.consistent();
+         free_slots_.size() == slots_.size() && blocks_.consistent() && states_.num_pinned() == 0 && states_.consistent();
 }
 
 // ---- the queue -----------------------------------------------------------------------------------------------------
@@ -139,9 +141,14 @@ void Roster::settle(Sequence& sequence, Outbox* outbox) {
   sequence.state = SequenceState::kReleased;
   if (sequence.masks != nullptr) sequence.masks->sequence = nullptr;
   if (--sequence.request->unreleased > 0) return;
+  drop_fork_state(*sequence.request);
   waiting_.leave(*sequence.request);
   ++changes_;
   outbox->filling().released.push_back(sequence.request);
+}
+
+void Roster::drop_fork_state(Request& request) {
+  if (const int32_t state = std::exchange(request.fork_state, -1); state >= 0) states_.unpin(state);
 }
 
 void Roster::fail(Sequence& sequence, FinishReason reason, Outbox& outbox, int64_t now_ns) {

@@ -14,6 +14,7 @@
 #include "core/scheduler_config.h"
 #include "core/sequence.h"
 #include "core/slot.h"
+#include "core/state_pool.h"
 #include "core/tenants.h"
 #include "core/tier/host_tier.h"
 
@@ -41,6 +42,8 @@ class Roster {
   const BlockManager& blocks() const { return blocks_; }
   BlockTables& tables() { return tables_; }
   const BlockTables& tables() const { return tables_; }
+  StatePool& states() { return states_; }
+  const StatePool& states() const { return states_; }
   FairQueue& waiting() { return waiting_; }
   const FairQueue& waiting() const { return waiting_; }
   // Null where there is no host tier, or nobody decodes on the host.
@@ -116,6 +119,8 @@ class Roster {
 
   // ---- ends
 
+  // No sibling waits for the state that the request keeps for them.
+  void drop_fork_state(Request& request);
   // The sequence runs no more. What it holds comes back in settle().
   void finish(Sequence& sequence, FinishReason reason);
   void retire(Sequence& sequence, SequenceState state);
@@ -133,6 +138,7 @@ class Roster {
 
   BlockManager blocks_;
   BlockTables tables_;
+  StatePool states_;
   std::unique_ptr<HostTier> tier_;
   Placement* placement_ = nullptr;
   std::vector<Slot> slots_;

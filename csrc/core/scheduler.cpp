@@ -88,6 +88,9 @@ Stats& Scheduler::stats() {
   stats_.num_free_slots = static_cast<int64_t>(roster_.num_free_slots());
   stats_.cached_blocks = blocks.num_cached();
   stats_.block_references = blocks.num_references();
+  stats_.num_snapshots = roster_.states().num_snapshots();
+  stats_.cached_snapshots = roster_.states().num_cached();
+  stats_.pinned_snapshots = roster_.states().num_pinned();
   if (tier != nullptr) tier->report(stats_);
   return stats_;
 }
@@ -220,7 +223,10 @@ void Scheduler::schedule_prefills(StepPlan& plan) {
   for (size_t i = 0; i < running.size() && plan.num_tokens < token_budget_; ++i) {
     Slot& slot = *running[i];
     if (slot.state != SequenceState::kRunning || !slot.wants_more() || slot.decodes() || extras_.waits_for_mask(slot)) continue;
-    if (pace_.has_time(slot.computed, plan)) add_chunk(slot, plan);
+    if (!pace_.has_time(slot.computed, plan)) continue;
+    const int32_t begin = slot.computed;
+    const bool saves = roster_.states().any() && begin == snapshot_position(slot), for_siblings = saves && forks(slot);
+    if (add_chunk(slot, plan) && saves) save_state(slot, begin, for_siblings, plan);
   }
 }
 
@@ -244,6 +250,10 @@ int32_t Scheduler::prefill_chunk(const Slot& slot, const StepPlan& plan) {
   const int64_t room = int64_t{roster_.tables().length(roster_.index(slot)) + roster_.blocks().num_free()} * config_.block_size -
                        slot.computed;
   chunk = std::max<int64_t>(1, std::min(chunk, room));
+  if (roster_.states().any()) {  // a chunk ends where a snapshot is to be taken
+    const int32_t until = snapshot_position(slot) - slot.computed;
+    if (until > 0) chunk = std::min<int64_t>(chunk, until);
+  }
   if (pace_.decides()) chunk = pace_.chunk(slot.computed, static_cast<int32_t>(chunk), plan);
   if (chunk < left) {
     const int32_t taken = plan.num_tokens + plan.host_rows.num_tokens();
@@ -251,6 +261,42 @@ int32_t Scheduler::prefill_chunk(const Slot& slot, const StepPlan& plan) {
     if (above != config_.token_buckets.begin() && *(above - 1) > taken) chunk = *(above - 1) - taken;
   }
   return slot.extras ? extras_.fit_samples(slot, static_cast<int32_t>(chunk), plan) : static_cast<int32_t>(chunk);
+}
+
+// The end of the whole blocks before the last token that is known: as far as others with the same beginning, or siblings, may
+// share it. -1: nobody may.
+int32_t Scheduler::snapshot_position(const Slot& slot) const {
+  if (!config_.prefix_caching && !forks(slot)) return -1;
+  return (slot.total() - 1) / config_.block_size * config_.block_size;
+}
+
+// Siblings are going to begin with its prompt.
+bool Scheduler::forks(const Slot& slot) const {
+  const Request& request = *slot.sequence->request;
+  return slot.sequence->index == 0 && request.sequences.size() > 1 && slot.total() == request.prompt_len && request.fork_state < 0;
+}
+
+// The chunk that is planned begins where a snapshot is to be taken: the state is copied before the forward.
+void Scheduler::save_state(const Slot& slot, int32_t position, bool for_siblings, StepPlan& plan) {
+  const int32_t state = roster_.states().take(plan.step), row = roster_.index(slot);
+  if (state < 0) return;
+  plan.state_copies.push_back({row, state});
+  plan.saved_states.push_back({row, state, position});
+  if (!for_siblings) return;
+  roster_.states().pin(state);
+  slot.sequence->request->fork_state = state;
+}
+
+// The step that saved snapshots is over, and steps before it have published the blocks that lead to them. It is called before
+// this step's own are published.
+void Scheduler::settle_saved(const StepPlan& plan, bool computed) {
+  for (const SavedState& saved : plan.saved_states) {
+    const Slot& slot = roster_.slot(saved.slot);
+    if (computed && config_.prefix_caching && slot.alive() && slot.published_end == saved.position) {
+      roster_.states().enter(saved.state, slot.chain);
+    }
+    roster_.states().unpin(saved.state);
+  }
 }
 
 // Blocks that positions [computed, num_tokens) of the sequence need: for new entries, and for copies of shared ones.
@@ -357,6 +403,9 @@ inline void Scheduler::retire_rows(const StepPlan& plan, Outbox& outbox, OnPlain
 }
 
 void Scheduler::commit(StepPlan& plan, StepResults results, Outbox& outbox, int64_t now_ns) {
+  if (!plan.saved_states.empty()) [[unlikely]] {
+    settle_saved(plan, /*computed=*/true);
+  }
   publisher_.publish(plan);
   if (plan.host_rows.any()) [[unlikely]] {
     placement_->retired(plan);
@@ -396,6 +445,7 @@ void Scheduler::commit(StepPlan& plan, StepResults results, Outbox& outbox, int6
 }
 
 void Scheduler::fail_step(StepPlan& plan, Outbox& outbox, int64_t now_ns) {
+  settle_saved(plan, /*computed=*/false);
   if (plan.host_rows.any()) [[unlikely]] {
     placement_->failed(plan, outbox, now_ns);
   }

@@ -104,6 +104,10 @@ class Scheduler {
   bool add_decode_extras(Slot& slot, StepPlan& plan);
   bool add_chunk(Slot& slot, StepPlan& plan);
   int32_t prefill_chunk(const Slot& slot, const StepPlan& plan);
+  int32_t snapshot_position(const Slot& slot) const;
+  bool forks(const Slot& slot) const;
+  void save_state(const Slot& slot, int32_t position, bool for_siblings, StepPlan& plan);
+  void settle_saved(const StepPlan& plan, bool computed);
   void add_row(Slot& slot, int32_t query_len, bool from_device, StepPlan& plan);
   bool reserve(Slot& slot, int32_t num_tokens, StepPlan& plan) {
     return (num_tokens <= slot.capacity && !slot.forked) || reserve_blocks(slot, num_tokens, plan);

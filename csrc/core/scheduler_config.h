@@ -60,9 +60,12 @@ struct SchedulerConfig {
   int32_t max_delta_blocks() const {
     return 2 * max_num_seqs + max_num_batched_tokens / block_size + std::max(max_blocks_per_sequence(), kDeltaBlocksForPrefixes);
   }
+  // Needs that sequences may have. A state cannot go back to an earlier token, as rows that find no mask and rejected drafts do.
+  Needs needs() const { return num_state_slots > 0 ? ~(kNeedMask | kNeedDrafts) : ~Needs{0}; }
   StepLimits limits() const {
-    return {max_num_seqs,     max_num_batched_tokens, max_delta_blocks(), max_samples,
-            max_update_words, max_result_words,       mask_words,         hybrid.limits()};
+    return {max_num_seqs, max_num_batched_tokens, max_delta_blocks(),
+            max_samples,  max_update_words,       max_result_words,
+            mask_words,   hybrid.limits(),        num_state_slots > 0 ? max_num_seqs : 0};
   }
 };
 

@@ -20,3 +20,5 @@ FIELD(ItlTargets, targets, {})
 FIELD(int32_t, paced_chunk_size, 0)  // in place of prefill_chunk_size where a target decides; 0: no limit but the step's
 FIELD(HybridConfig, hybrid, {})      // needs host blocks
 FIELD(int32_t, window, 0)  // tokens that the layers with keys and values see, the most that one does; 0: one sees all
+// State slots of layers that keep a state: one for each slot, and behind them those of snapshots. 0: no layer keeps one.
+FIELD(int32_t, num_state_slots, 0)

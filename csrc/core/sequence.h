@@ -103,6 +103,7 @@ struct Request {
   std::vector<Sequence> sequences;  // n of them, fixed at construction
   int32_t unreleased = 0;
   int32_t cached_tokens = 0;
+  int32_t fork_state = -1;   // a snapshot behind the whole blocks of the prompt but its last token, with which siblings begin
   int64_t scheduled_ns = 0;  // first scheduled
   bool queued = false;      // counts against the queue limits
 

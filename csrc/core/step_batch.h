@@ -80,6 +80,7 @@ struct StepBatch {
   // One entry per row; query tokens of row r are [query_start[r], query_start[r + 1]).
   std::vector<int32_t> query_start;          // num_rows + 1 entries
   std::vector<int32_t> context_len;          // tokens of KV that precede the query
+  std::vector<int32_t> slots;                // where the row's sequence has its state
   std::vector<const int32_t*> block_tables;  // block ids of the row's sequence, by position / block_size
 
   // One entry per sample.

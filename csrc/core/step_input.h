@@ -1,6 +1,6 @@
 // StepInput: a step as one contiguous buffer of 32-bit words, and a view that reads it.
 //
-//   header | rows | prompt token ids | block copies | slot updates | delta blocks | host rows | entries
+//   header | rows | prompt token ids | block copies | slot updates | delta blocks | host rows | entries | state copies
 //
 // One buffer means one copy to a device. Everything else a step needs (last tokens, block tables, sampling state)
 // already lives with the executor, one row per slot. A row names all that concerns its slot, so that a device can take
@@ -30,7 +30,7 @@ struct StepInputHeader {
   int32_t num_heads;    // samples that may append a token: the others have no head word
   int32_t num_result_words;
   HostRowsHeader host_rows;
-  int32_t unused;
+  int32_t num_state_copies;  // of state slots, run before the forward; one without a source makes its target zeros
 };
 static_assert(sizeof(StepInputHeader) == 80);
 
@@ -114,6 +114,7 @@ struct StepLimits {
   int32_t max_result_words = 0;
   int32_t mask_words = 0;  // of a row of the MaskBoard; 0: there is none
   HostRowsLimits host_rows = {};
+  int32_t max_state_copies = 0;
 
   int32_t samples() const { return max_samples > max_rows ? max_samples : max_rows; }
   // Beyond the first token of a row that decodes.
@@ -124,7 +125,7 @@ struct StepLimits {
     return sizeof(StepInputHeader) + rows * (sizeof(StepInputRow) + sizeof(BlockCopy) + sizeof(SlotUpdate)) +
            (static_cast<size_t>(max_tokens) + static_cast<size_t>(max_delta_blocks) + static_cast<size_t>(max_update_words)) *
                sizeof(int32_t) +
-           host_rows.num_entries() * sizeof(HostRowEntry);
+           static_cast<size_t>(max_state_copies) * sizeof(BlockCopy) + host_rows.num_entries() * sizeof(HostRowEntry);
   }
 };
 
@@ -145,6 +146,10 @@ class StepInputView {
   }
   std::span<const HostRowEntry> host_rows() const {
     return section<HostRowEntry>(end(delta_blocks()), header().host_rows.num_entries());
+  }
+  std::span<const BlockCopy> state_copies() const {
+    const auto count = static_cast<size_t>(header().num_state_copies);
+    return section<BlockCopy>(header().total_words * sizeof(int32_t) - count * sizeof(BlockCopy), header().num_state_copies);
   }
   std::span<const int32_t> entries(const SlotUpdate& update) const {
     return section<int32_t>(static_cast<size_t>(update.entries) * sizeof(int32_t), update.entry_words);

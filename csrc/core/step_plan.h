@@ -33,11 +33,19 @@ struct BlockCopy {
   int32_t source = -1, target = -1;
 };
 
+// A snapshot of a slot's state as it was when so many tokens were computed, which whole blocks hold.
+struct SavedState {
+  int32_t slot = -1, state = -1;
+  int32_t position = 0;
+};
+
 // Reused from step to step; its vectors are reserved once.
 struct StepPlan {
   uint64_t step = 0;
   std::vector<PlanRow> rows;  // decode rows first
   std::vector<BlockCopy> copies;  // run, in any order, before the forward pass reads or writes any KV
+  std::vector<BlockCopy> state_copies;  // of state slots, run as those of blocks; a slot without a source becomes zeros
+  std::vector<SavedState> saved_states;  // those of them that write snapshots
   std::vector<int32_t> filled_slots;  // slots whose sampling state the executor needs
   std::vector<int32_t> full_rows;  // rows, as indices, that may complete a block
   std::vector<int32_t> held_blocks;  // replaced by copies, or seen no more: kept from reuse until the step has retired
@@ -68,6 +76,8 @@ struct StepPlan {
   void clear() {
     rows.clear();
     copies.clear();
+    state_copies.clear();
+    saved_states.clear();
     filled_slots.clear();
     full_rows.clear();
     held_blocks.clear();

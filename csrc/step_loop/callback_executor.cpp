@@ -44,12 +44,13 @@ bool HostMover::start(int transfer, std::span<const BlockMove> moves) {
 
 CallbackExecutor::CallbackExecutor(const StepLimits& limits, int32_t max_blocks, int32_t block_size, int steps_in_flight,
                                    std::vector<BlockRegion> regions, Needs needs, Forward forward, HeldUp held_up,
-                                   int32_t num_host_blocks)
+                                   int32_t num_host_blocks, std::vector<BlockRegion> states)
     : board_(static_cast<size_t>(limits.max_rows) * MaskBoard::stride(limits.mask_words), -1),
       masks_(board_.data(), limits.mask_words),
       slots_(limits, max_blocks, block_size, masks_),
       steps_(static_cast<size_t>(steps_in_flight)),
       regions_(std::move(regions)),
+      states_(std::move(states)),
       needs_(needs),
       forward_(std::move(forward)),
       held_up_(std::move(held_up)) {
@@ -123,6 +124,16 @@ StepStatus CallbackExecutor::compute(Step& step) {
     for (const BlockRegion& region : regions_) {
       std::memcpy(region.base + static_cast<size_t>(copy.target) * region.bytes_per_block,
                   region.base + static_cast<size_t>(copy.source) * region.bytes_per_block, region.bytes_per_block);
+    }
+  }
+  for (const BlockCopy& copy : input.state_copies()) {
+    for (const BlockRegion& region : states_) {
+      std::byte* target = region.base + static_cast<size_t>(copy.target) * region.bytes_per_block;
+      if (copy.source < 0) {
+        std::memset(target, 0, region.bytes_per_block);
+      } else {
+        std::memcpy(target, region.base + static_cast<size_t>(copy.source) * region.bytes_per_block, region.bytes_per_block);
+      }
     }
   }
   // The slots and the copied blocks stay right for the steps behind this one, whatever comes of the forward.

@@ -54,10 +54,10 @@ class CallbackExecutor final : public Executor {
   // held_up_ns() asks `held_up`, if there is one.
   using HeldUp = std::function<int64_t(int64_t now)>;
 
-  // `needs`: those that `forward` serves.
+  // `needs`: those that `forward` serves. `states`: memory where a state slot takes the place of a block.
   CallbackExecutor(const StepLimits& limits, int32_t max_blocks, int32_t block_size, int steps_in_flight,
-                   std::vector<BlockRegion> regions, Needs needs, Forward forward, HeldUp held_up = {},
-                   int32_t num_host_blocks = 0);
+                   std::vector<BlockRegion> regions, Needs needs, Forward forward, HeldUp held_up = {}, int32_t num_host_blocks = 0,
+                   std::vector<BlockRegion> states = {});
   ~CallbackExecutor() override;
 
   int num_staging() const override { return static_cast<int>(steps_.size()); }
@@ -94,7 +94,7 @@ class CallbackExecutor final : public Executor {
   MaskBoard masks_;
   SlotState slots_;
   std::vector<Step> steps_;
-  std::vector<BlockRegion> regions_;
+  std::vector<BlockRegion> regions_, states_;
   std::unique_ptr<HostMover> mover_;
   std::shared_ptr<HostAttention> host_attention_;
   Needs needs_;

@@ -22,6 +22,7 @@ SlotState::SlotState(const StepLimits& limits, int32_t max_blocks, int32_t block
   batch_.slot_mapping.reserve(tokens);
   batch_.query_start.reserve(rows + 1);
   batch_.context_len.reserve(rows);
+  batch_.slots.reserve(rows);
   batch_.block_tables.reserve(rows);
   batch_.sample_index.reserve(samples);
   batch_.samples.reserve(samples);
@@ -48,6 +49,7 @@ StepBatch& SlotState::ingest(const StepInputView& input, std::span<int32_t> reco
   b.slot_mapping.clear();
   b.query_start.assign(1, 0);
   b.context_len.clear();
+  b.slots.clear();
   b.block_tables.clear();
   b.sample_index.clear();
   b.samples.clear();
@@ -103,6 +105,7 @@ void SlotState::add_row(const StepInputView& input, const StepInputRow& row) {
     b.means.push_back({static_cast<int32_t>(b.context_len.size()), row.slot, row.num_samples > 0 ? row.sample_row : -1});
   }
   b.context_len.push_back(context);
+  b.slots.push_back(row.slot);
   b.block_tables.push_back(blocks);
 }
 

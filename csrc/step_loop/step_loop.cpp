@@ -58,7 +58,7 @@ StepLoop::StepLoop(const StepLoopConfig& config, std::unique_ptr<Executor> execu
       outbox_(static_cast<size_t>(config.scheduler.max_num_seqs) * 4),
       executor_(std::move(executor)),
       life_(*executor_, *notifier_, outbox_),
-      registry_(registry_config(config, executor_->needs())),
+      registry_(registry_config(config, executor_->needs() & config.scheduler.needs())),
       scheduler_(config.scheduler),
       mask_inbox_(std::make_shared<MaskInbox>([notifier = notifier_] { notifier->notify(); })),
       limit_(std::chrono::duration_cast<nanoseconds>(config.step_timeout_s), LifeCycle::kIdle),

@@ -48,6 +48,11 @@ WALKS = {
     "window and a host tier": Limits(num_blocks=11, num_host_blocks=40, max_model_len=150, window=33),
     "window and tenants": Limits(num_blocks=16, max_num_seqs=6, max_model_len=150, window=16, tenants=3),
     "window and host rows": Limits(num_blocks=10, max_num_seqs=6, num_host_blocks=60, lanes=2, window=17),
+    "states": Limits(num_blocks=14, max_num_seqs=5, snapshots=6),
+    "states without snapshots": Limits(num_blocks=9, max_num_seqs=4, snapshots=0, steps_in_flight=3),
+    "states, no prefix cache": Limits(num_blocks=12, max_num_seqs=5, snapshots=2, prefix_caching=False),
+    "states and a host tier": Limits(num_blocks=9, max_num_seqs=4, snapshots=9, num_host_blocks=40),
+    "states and a window": Limits(num_blocks=14, max_model_len=150, window=20, snapshots=3, prefill_chunk_size=7),
     "paced in vain": Limits(num_blocks=14, max_num_batched_tokens=48, target_itl_ns=1),
 }
 
@@ -195,6 +200,7 @@ def random_limits(rng: random.Random) -> Limits:
         prefix_caching=prefix_caching,
         steps_in_flight=rng.randint(1, 4),
         num_host_blocks=num_host_blocks,
+        snapshots=rng.choice([0, 1, 5]) if not lanes and rng.random() < 0.4 else None,
         lanes=lanes,
         layers=rng.randint(1, 4),
         tenants=rng.choice([0, 0, 2, 5]),

@@ -55,11 +55,13 @@ class CheckedScheduler(TenantModel, HybridModel):
                 targets=_core.ItlTargets(ns=limits.target_itl_ns),
                 hybrid=_core.HybridConfig(lanes=limits.lanes, layers=limits.layers, job_timeout_ns=JOB_TIMEOUT),
                 window=limits.window,
+                num_state_slots=0 if limits.snapshots is None else limits.max_num_seqs + limits.snapshots,
             ),
             limits.steps_in_flight,
         )
         self.kv = [[-1] * BLOCK_SIZE for _ in range(limits.num_blocks)]
         self.host = [[-1] * BLOCK_SIZE for _ in range(limits.num_host_blocks)]
+        self.states: list[list[int]] = [[-1]] * (limits.max_num_seqs + (limits.snapshots or 0))  # by state slot
         self.moves: dict[int, list[Move]] = {}  # by transfer
         self.requests: dict[int, ModelRequest] = {}
         self.flight: deque[Step] = deque()
@@ -135,6 +137,8 @@ class CheckedScheduler(TenantModel, HybridModel):
             assert full or self.flight or moves or not self.requests, "nothing runs, though there is work"
         else:
             rows = [self._row(*row) for row in planned[0]]
+            for row, slot in zip(rows, self.native.slots, strict=True):
+                row.slot = slot
             self._preempt(rows, running, waiting, holdings)
             step = Step(rows, planned[1], [], set())
             self._find_lanes(step)
@@ -173,6 +177,8 @@ class CheckedScheduler(TenantModel, HybridModel):
         step = self.flight.popleft()
         for block in step.written:
             self.kv[block] = [-3] * BLOCK_SIZE  # nothing says what it left there
+        for state in step.snapshots + [row.slot for row in step.rows]:
+            self.states[state] = [-3]
         told, released = self.native.commit(None)
         expected: list[tuple[int, int, int, int]] = []
         self._retire_lanes(step)
@@ -273,6 +279,7 @@ class CheckedScheduler(TenantModel, HybridModel):
             self.saw["copy"] += 1
         touched: set[tuple[int, int]] = set()
         on_device = [row for row in step.rows if not row.lane]
+        step.snapshots = self._copy_states()
         replaced, let_go = [], []
         for row in on_device:
             replaced += self._replaced(row)
@@ -303,6 +310,29 @@ class CheckedScheduler(TenantModel, HybridModel):
         first = row.context_len // BLOCK_SIZE
         return [old for old, new in zip(before[first:], row.blocks[first:], strict=False) if old != new]
 
+    def _copy_states(self) -> list[int]:
+        """Copies of states have no order among each other; returns the snapshots among their targets."""
+        copies = self.native.state_copies
+        sources, targets = ({pair[i] for pair in copies} for i in range(2))
+        assert len(targets) == len(copies), "two copies into one state"
+        assert not sources & targets, "a copy reads what another writes"
+        for source, target in copies:
+            self.states[target] = [] if source < 0 else self.states[source]
+            snapshot = target >= self.limits.max_num_seqs
+            self.saw["snapshot" if snapshot else "reset" if source < 0 else "restored state"] += 1
+        return [target for target in targets if target >= self.limits.max_num_seqs]
+
+    def _is_forked(self, row: Row) -> bool:
+        """The new sequence begins with blocks of its sibling."""
+        s = row.sequence
+        last = s.request.prompt_len - 1
+        if self.limits.snapshots is not None:
+            shared = last // BLOCK_SIZE
+            first = s.request.sequences[0]
+            shares = first.state is State.RUNNING and row.blocks[:shared] == first.blocks[:shared]
+            return s.index > 0 and row.context_len == shared * BLOCK_SIZE > 0 and shares
+        return s.index > 0 and row.context_len == last
+
     def _let_go(self, row: Row) -> list[int]:
         """Blocks that the row's sequence held before, and that no query sees from this row on."""
         s, window = row.sequence, 0 if self.limits.lanes else self.limits.window
@@ -325,7 +355,7 @@ class CheckedScheduler(TenantModel, HybridModel):
             assert row.context_len == s.computed
         else:
             assert s.state is State.WAITING
-            forked = s.index > 0 and row.context_len == s.request.prompt_len - 1
+            forked = self._is_forked(row)
             assert row.context_len % BLOCK_SIZE == 0 or forked
             row.cached = 0 if forked else row.context_len // BLOCK_SIZE
             self.saw["cached prefix"] += row.cached > 0
@@ -341,6 +371,9 @@ class CheckedScheduler(TenantModel, HybridModel):
             assert (block, offset) not in touched, "two rows write to one place"
             touched.add((block, offset))
             self.kv[block][offset] = s.kv[position]
+        if self.limits.snapshots is not None:
+            assert self.states[row.slot] == s.kv[: row.context_len], "the slot has the state of something else"
+            self.states[row.slot] = s.kv[:end]
         s.blocks, s.computed = row.blocks, end
         s.in_flight += 1
 

@@ -29,6 +29,7 @@ class Limits:
     layers: int = 2  # of the model that host rows pass
     tenants: int = 0  # whose requests come; 0: those of none
     window: int = 0  # tokens that every layer sees; 0: all
+    snapshots: int | None = None  # of states, for which there is room; None: layers keep none
 
     @property
     def longest(self) -> int:
@@ -155,6 +156,7 @@ class Row:
     token: int = -1
     cached: int = 0  # blocks that a new sequence found in the prefix cache
     lane: bool = False  # of a host row
+    slot: int = -1
 
 
 @dataclass(eq=False)
@@ -163,4 +165,5 @@ class Step:
     copies: list[Copy]
     held: list[int]  # blocks that copies replaced, or that are seen no more: kept until the step has retired
     written: set[int]
+    snapshots: list[int] = field(default_factory=list)  # state slots that it writes, beside those of its rows
     lanes: list[tuple[int, ModelSequence]] = field(default_factory=list)  # stage and host row

@@ -84,6 +84,8 @@ class BlockManagerMachine(RuleBasedStateMachine):
 
 
 def is_possible(limits: Limits) -> bool:
+    if limits.lanes and limits.snapshots is not None:
+        return False
     if limits.num_host_blocks == 0:
         return limits.lanes == 0
     return limits.prefix_caching and limits.max_num_batched_tokens >= limits.max_num_seqs + limits.lanes
@@ -108,6 +110,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             layers=st.integers(1, 3),
             tenants=st.sampled_from([0, 2, 3]),
             window=st.sampled_from([0, 0, 1, 16, 30]),
+            snapshots=st.sampled_from([None, None, 0, 1, 4]),
         ).filter(is_possible)
     )
     def create(self, limits: Limits) -> None:
@@ -223,8 +226,11 @@ def test_scheduler_on_a_random_walk(name: str) -> None:
     assert saw["failure"]
     assert saw["failed step"]
     assert saw["surplus row"] or scheduler.limits.steps_in_flight == 1
-    assert saw["cached prefix"] or not scheduler.limits.prefix_caching
-    assert (saw["fork"] and saw["copy"]) or scheduler.limits.max_num_seqs == 1
+    assert saw["cached prefix"] or not scheduler.limits.prefix_caching or scheduler.limits.snapshots == 0
+    if scheduler.limits.snapshots is None:  # which begin at the end of a block, and share no other
+        assert (saw["fork"] and saw["copy"]) or scheduler.limits.max_num_seqs == 1
+    else:
+        assert saw["fork"] or not scheduler.limits.snapshots
     assert saw["preemption"] or scheduler.limits.num_blocks > 12 or scheduler.limits.max_num_seqs == 1
     if scheduler.limits.num_host_blocks:
         assert all(saw[what] for what in ("block to the host", "block from the host", "failed move", "load"))
@@ -232,6 +238,9 @@ def test_scheduler_on_a_random_walk(name: str) -> None:
         assert all(saw[what] for what in HYBRID)
     if scheduler.limits.window:
         assert (saw["let go"] > 0) == (not lanes)
+    if scheduler.limits.snapshots is not None:
+        assert saw["reset"]
+        assert not scheduler.limits.snapshots or (saw["snapshot"] and saw["restored state"])
     if scheduler.limits.tenants:
         assert saw["gave way to a tenant"]
 

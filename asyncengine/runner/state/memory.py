@@ -55,6 +55,11 @@ def state_bytes(model: ModelConfig) -> int:
     return sum(spec.num_bytes for spec in model.layer_caches if isinstance(spec, StateSpec))
 
 
+def num_state_slots(config: EngineConfig, model: ModelConfig) -> int:
+    """Count the states that there is room for: one for each sequence, and as many snapshots. 0: no layer keeps one."""
+    return 2 * config.max_num_seqs if state_bytes(model) else 0
+
+
 def _paged(specs: Sequence[CacheSpec]) -> list[PagedSpec]:
     return [spec for spec in specs if not isinstance(spec, StateSpec)]
 
@@ -183,7 +188,7 @@ def allocate(
     """
     if scales is not None:
         dtype = FLOAT8
-    block_size, counts = config.block_size, Counter[int]()
+    block_size, counts, state_slots = config.block_size, Counter[int](), num_state_slots(config, model)
     for spec in _paged(model.layer_caches):
         counts[spec.width] += spec.planes
     try:
@@ -192,13 +197,12 @@ def allocate(
             for width, planes in counts.items()
         }
         states = [
-            torch.empty((config.max_num_seqs, spec.num_bytes), dtype=torch.uint8, device=ops.device)
+            torch.empty((state_slots, spec.num_bytes), dtype=torch.uint8, device=ops.device)
             for spec in model.layer_caches
             if isinstance(spec, StateSpec)
         ]
     except RuntimeError as e:
-        of_states = state_bytes(model)
-        beside = f", and {config.max_num_seqs:,} states of {of_states:,} bytes" if of_states else ""
+        beside = f", and {state_slots:,} states of {state_bytes(model):,} bytes" if state_slots else ""
         raise ConfigError(
             f"cannot allocate {num_blocks:,} KV blocks of {block_bytes(model, block_size, dtype):,} bytes{beside}: "
             "lower num_kv_blocks, kv_cache_memory_bytes or gpu_memory_utilization"

@@ -77,6 +77,7 @@ class LoadedModel:
             num_kv_blocks=num_blocks,
             num_host_kv_blocks=num_host_blocks,
             num_kv_layers=len(self.config.kv_specs),
+            num_state_slots=kv_cache.num_state_slots(config, self.config),
             window=self.config.longest_window,
             can_decode_on_host=not self.host_obstacle,
             host_obstacle=self.host_obstacle,
@@ -95,6 +96,8 @@ class LoadedModel:
         layers by one mailbox; and a classification model makes no tokens."""
         if self.config.labels:
             return "classifies"
+        if kv_cache.state_bytes(self.config):
+            return "has layers that keep a state"
         if not self.config.has_alike_layers:
             return "has layers that do not all keep keys and values of one shape"
         return "has heads of an odd size" if self.config.head_dim % 2 else ""
@@ -133,6 +136,7 @@ def load_model(config: EngineConfig, ops: Ops[Any, Any, Any], *, progress: bool 
     architecture, family = find_family(raw)
     model_config = family.read_config(raw)
     eos_token_ids = read_eos_token_ids(path, raw, model_config.vocab_size)
+    _check_layers(config, architecture, model_config, ops)
     max_model_len = choose_max_model_len(config, model_config)
     _check_memory_beside_cache(config, model_config, max_model_len)
     dtype = choose_dtype(config.dtype, raw.dtype, ops.device)
@@ -141,11 +145,6 @@ def load_model(config: EngineConfig, ops: Ops[Any, Any, Any], *, progress: bool 
             raise ConfigError(f"quantization={config.quantization} is not implemented for {architecture}")
         if dtype != torch.bfloat16:
             raise ConfigError(f"quantization={config.quantization} needs dtype=bfloat16, and not {dtype}")
-    if config.kv_cache_dtype == "fp8" and not model_config.has_alike_layers:
-        raise ConfigError(
-            f"kv_cache_dtype=fp8 needs layers that all keep keys and values of one shape, and those of {architecture} "
-            "do not"
-        )
     tensors = (
         DummyWeights(dtype, model_config.initializer_range, config.seed, device=ops.device)
         if dummy
@@ -172,6 +171,23 @@ def load_model(config: EngineConfig, ops: Ops[Any, Any, Any], *, progress: bool 
         None if scales is None else with_inverses(scales).to(ops.device),
         ops.device.index,
     )
+
+
+def _check_layers(config: EngineConfig, architecture: str, model: ModelConfig, ops: Ops[Any, Any, Any]) -> None:
+    """Raises ConfigError for settings that do not go with what the layers keep."""
+    if kv_cache.state_bytes(model):
+        if ops.device.type == "cuda":
+            raise ConfigError(f"some layers of {architecture} keep a state: it runs with device=cpu alone yet")
+        if config.disk_kv_path is not None:
+            raise ConfigError(
+                f"some layers of {architecture} keep a state, which disk_kv_path does not: a prefix from the disk is "
+                "of no use without it"
+            )
+    if config.kv_cache_dtype == "fp8" and not model.has_alike_layers:
+        raise ConfigError(
+            f"kv_cache_dtype=fp8 needs layers that all keep keys and values of one shape, and those of {architecture} "
+            "do not"
+        )
 
 
 class Answers(NamedTuple):
@@ -220,7 +236,7 @@ class CpuModelRunner:
         if config.float8_cache and loaded.kv_scales is None:
             scales = kv_scales.calibrate_host(loaded.model, loaded.config, loaded.dtype, loaded.max_model_len, ops)
             loaded = replace(loaded, kv_scales=with_inverses(scales))
-        state_bytes = config.max_num_seqs * kv_cache.state_bytes(loaded.config)
+        state_bytes = kv_cache.num_state_slots(config, loaded.config) * kv_cache.state_bytes(loaded.config)
         num_blocks = kv_cache.choose_num_blocks(
             config,
             loaded.max_model_len,
@@ -274,6 +290,10 @@ class CpuModelRunner:
         """(address of block 0, bytes per block) of every plane of the cache."""
         return self._cache.block_regions()
 
+    def state_regions(self) -> list[tuple[int, int]]:
+        """(address of slot 0, bytes per slot) of every layer's states."""
+        return self._cache.state_regions()
+
 
 def cpu_ops(config: EngineConfig) -> CpuOps:
     """The native kernels with the threads and the attention of prompts that the configuration names."""
@@ -294,14 +314,14 @@ def choose_max_model_len(config: EngineConfig, model: ModelConfig) -> int:
 def _check_memory_beside_cache(config: EngineConfig, model: ModelConfig, max_model_len: int) -> None:
     """Raises ConfigError if the sizes of steps take more than half the memory beside the KV cache.
 
-    For a sequence that is its block table, what is kept of it while it runs, the states of its layers, its mask, and in
+    For a sequence that is its block table, what is kept of it while it runs, two states of its layers, its mask, and in
     each step in flight its input and its records; for a token its id in each step's input. For rotary positions it is a
     table of cosines and sines for each kind, and its halves, which are computed from the angles. Without this check the
     system may end the process.
     """
     steps = config.steps_in_flight
     of_sequence = 4 * -(-max_model_len // config.block_size) + _SLOT_BYTES + model.vocab_size // 8
-    of_sequence += kv_cache.state_bytes(model)
+    of_sequence += 2 * kv_cache.state_bytes(model)
     of_sequence += 4 * steps * record_words(config.max_logprobs)
     needed = config.max_num_seqs * of_sequence + config.max_num_batched_tokens * steps * 8
     if model.ropes:

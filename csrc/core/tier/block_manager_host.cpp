@@ -8,10 +8,15 @@ namespace asyncengine {
 
 // It is unlinked. A copy on the host is known from now on in its place.
 void BlockManager::evict(int32_t block) {
-  if (!has_copy(block)) return index_.erase(block);
+  if (!has_copy(block)) return erase(block);
   const int32_t host = std::exchange(copy_of(block), -1);
   host_state(host).block = -1;
   index_.rename(block, num_blocks() + host);
+}
+
+void BlockManager::erase(int32_t id) {
+  if (snapshots_ != nullptr) snapshots_->forget(index_.chain_of(id).id);
+  index_.erase(id);
 }
 
 void BlockManager::note_without_copy(int32_t block) {
@@ -42,7 +47,7 @@ int32_t BlockManager::take_host_block(bool even_copies) {
     if (s.block >= 0) {
       set_copy(s.block, -1);
     } else {
-      index_.erase(num_blocks() + host);
+      erase(num_blocks() + host);
     }
   }
   pin_host(host);

@@ -1,0 +1,223 @@
+"""Sequences whose layers keep a state: it is reset, copied for siblings and prefixes, and never another sequence's."""
+
+# mypy: disable-error-code="no-untyped-def"
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from asyncengine import AsyncEngine, ConfigError, InvalidRequestError, RequestOutput, SamplingParams, testing
+from asyncengine.config import EngineConfig
+from asyncengine.kernels.cpu.reference import ReferenceOps
+from asyncengine.kernels.ops import LayerStates
+from asyncengine.runner.steps.model_runner import CpuModelRunner, load_model
+from tests.models import stateful, tiny
+
+Jobs = list[tuple[list[int], SamplingParams]]
+
+
+@pytest.fixture(scope="module")
+def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    paths = {name: tmp_path_factory.mktemp(name) for name in ("full", "window")}
+    stateful.save(paths["full"])
+    stateful.save(paths["window"], window=20)
+    return paths
+
+
+@pytest.fixture(autouse=True)
+def family() -> Iterator[None]:
+    with stateful.registered():
+        yield
+
+
+def greedy(count: int, n: int = 1) -> SamplingParams:
+    return SamplingParams(max_tokens=count, temperature=0.0, ignore_eos=True, n=n)
+
+
+def engine_of(path: Path, **config: Any) -> AsyncEngine:
+    sizes = {"max_num_seqs": 4, "max_model_len": 256, "num_kv_blocks": 64}
+    return AsyncEngine.from_pretrained(str(path), device="cpu", cpu_threads=1, progress=False, **{**sizes, **config})
+
+
+def poison(engine: AsyncEngine) -> None:
+    """Fill the states of all slots with NaN, but not the snapshots. The engine is at rest."""
+    runner: Any = engine._life.loaded().keep_alive
+    for layer in runner._cache.layers:
+        if isinstance(layer, LayerStates):
+            layer.states[: engine.config.max_num_seqs] = 255
+
+
+def tokens_of(outputs: list[RequestOutput]) -> list[list[tuple[int, ...]]]:
+    return [[sequence.token_ids for sequence in output.outputs] for output in outputs]
+
+
+def run(path: Path, jobs: Jobs, *, alone: bool = False, **config: Any) -> tuple[list[Any], dict[str, int]]:
+    async def main() -> tuple[list[Any], dict[str, int]]:
+        async with engine_of(path, **config) as engine:
+            poison(engine)
+            async with testing.no_leaks(engine):
+                if alone:
+                    outputs = []
+                    for job in jobs:
+                        outputs.append(await engine.generate(*job))
+                        await testing.settle(engine)
+                        poison(engine)
+                else:
+                    outputs = list(await asyncio.gather(*(engine.generate(*job) for job in jobs)))
+            return tokens_of(outputs), engine._life.loaded().step_loop.stats()
+
+    return asyncio.run(main())
+
+
+def mixed_jobs() -> Jobs:
+    rng = random.Random(8)
+    jobs = []
+    for i in range(14):
+        prompt = [(i % 3 + 5 * j) % tiny.VOCAB_SIZE for j in range(rng.choice([3, 16, 17, 33, 80, 120]))]
+        if i % 2:
+            prompt[-1] = rng.randrange(tiny.VOCAB_SIZE)
+        sampling = {"temperature": 0.0} if i % 3 else {"temperature": 1.0, "seed": i}
+        params = SamplingParams(max_tokens=rng.randint(1, 70), ignore_eos=True, n=rng.choice([1, 1, 3]), **sampling)
+        jobs.append((prompt, params))
+    return jobs
+
+
+ALONE = {"enable_prefix_caching": False, "steps_in_flight": 1}
+MACHINERY = {
+    "as a rule": {},
+    "serial": {"steps_in_flight": 1},
+    "chunks of seven": {"prefill_chunk_size": 7, "max_num_batched_tokens": 32},
+    "little room": {"num_kv_blocks": 12, "max_model_len": 192, "max_num_batched_tokens": 40},
+    "little room, no prefix cache": {"num_kv_blocks": 12, "max_model_len": 192, "enable_prefix_caching": False},
+    "host tier": {"num_kv_blocks": 12, "max_model_len": 192, "host_kv_memory_bytes": 1 << 22},
+    "one slot": {"max_num_seqs": 1},
+}
+
+
+@pytest.fixture(scope="module")
+def expected(paths) -> dict[str, list[Any]]:
+    with stateful.registered():
+        return {name: run(path, mixed_jobs(), alone=True, **ALONE)[0] for name, path in paths.items()}
+
+
+@pytest.mark.parametrize("kind", ["full", "window"])
+@pytest.mark.parametrize("name", MACHINERY)
+def test_outputs_do_not_depend_on_the_machinery(paths, expected, kind, name):
+    """Batches, chunks, prefix hits, forks, preemption and what others left behind: bit for bit as alone."""
+    outputs, stats = run(paths[kind], mixed_jobs(), **MACHINERY[name])
+    assert outputs == expected[kind]
+    if name == "little room" and kind == "full":
+        assert stats["num_preemptions"] > 0
+    if "no prefix" not in name:
+        assert stats["cached_snapshots"] > 0
+
+
+def test_a_step_from_the_start_gives_the_same_tokens(paths):
+    """Each token equals the first that comes of all tokens before it as one prompt."""
+    prompt = [7 * i % tiny.VOCAB_SIZE for i in range(40)]
+    [[tokens]], _ = run(paths["full"], [(prompt, greedy(8))])
+    jobs = [([*prompt, *tokens[:i]], greedy(1)) for i in range(8)]
+    firsts, _ = run(paths["full"], jobs, alone=True, **ALONE)
+    assert [first for [[first]] in firsts] == list(tokens)
+
+
+def test_a_hit_reaches_as_far_as_a_snapshot(paths):
+    """A prompt is found again up to the last whole block before its last token, an answer is not."""
+    prompt = [3 * i % tiny.VOCAB_SIZE for i in range(70)]
+
+    async def main() -> None:
+        async with engine_of(paths["full"]) as engine, testing.no_leaks(engine):
+            first = await engine.generate(prompt, greedy(40))
+            again = await engine.generate(prompt, greedy(40))
+            shorter = await engine.generate(prompt[:50], greedy(1))
+            longer = await engine.generate([*prompt, *first.token_ids], greedy(40))
+            further = await engine.generate([*prompt, *first.token_ids, 5, 6, 7], greedy(1))
+            other = await engine.generate(prompt, greedy(40), cache_salt="another")
+            cached = [o.usage.cached_tokens for o in (first, again, shorter, longer, further, other)]
+            assert cached == [0, 64, 0, 64, 96, 0]
+            assert first.token_ids == again.token_ids == other.token_ids
+            assert longer.token_ids == (await engine.generate([*prompt, *first.token_ids], greedy(40))).token_ids
+
+    asyncio.run(main())
+
+
+def test_siblings_begin_with_a_copy(paths):
+    """Each of n sequences goes on from the prompt's snapshot, with and without a prefix cache."""
+    prompt = [11 * i % tiny.VOCAB_SIZE for i in range(90)]
+    params = SamplingParams(max_tokens=12, temperature=1.0, seed=5, ignore_eos=True, n=4)
+    seeds = [SamplingParams(max_tokens=12, temperature=1.0, seed=5 + i, ignore_eos=True) for i in range(4)]
+    expected, _ = run(paths["full"], [(prompt, seed) for seed in seeds], alone=True, **ALONE)
+    for caching in (True, False):
+        [outputs], stats = run(paths["full"], [(prompt, params)], enable_prefix_caching=caching)
+        assert outputs == [tokens for [tokens] in expected]
+        # The prompt is computed once: in the steps of one sequence and a few more.
+        assert stats["num_steps"] <= 12 + 6
+        assert stats["pinned_snapshots"] == 0
+
+
+def test_snapshots_go_with_the_blocks_and_by_least_recent_use(paths):
+    prompts = [[i, *range(60, 100)] for i in range(9)]
+
+    async def main() -> None:
+        async with engine_of(paths["full"], num_kv_blocks=200) as engine, testing.no_leaks(engine):
+            room = engine._life.loaded().step_loop.stats()["num_snapshots"]
+            assert room == 4
+            for prompt in prompts:
+                await engine.generate(prompt, greedy(2))
+            assert engine._life.loaded().step_loop.stats()["cached_snapshots"] == room
+            hits = [(await engine.generate(prompt, greedy(2))).usage.cached_tokens for prompt in reversed(prompts[5:])]
+            assert hits == [32] * 4
+            assert (await engine.generate(prompts[0], greedy(2))).usage.cached_tokens == 0
+        async with engine_of(paths["full"], num_kv_blocks=16) as engine:  # where blocks are evicted sooner
+            for i in range(8):
+                await engine.generate([i] * 200, greedy(2))
+            assert engine._life.loaded().step_loop.stats()["cached_snapshots"] <= 2
+
+    asyncio.run(main())
+
+
+def test_aborted_sequences_leave_nothing(paths):
+    async def main() -> None:
+        async with engine_of(paths["full"], max_num_batched_tokens=16) as engine, testing.no_leaks(engine):
+            prompt = [2 * i % tiny.VOCAB_SIZE for i in range(100)]
+            tasks = [asyncio.create_task(engine.generate([i, *prompt], greedy(50, n=2))) for i in range(8)]
+            for task in tasks:
+                await asyncio.sleep(0.01)
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            await testing.settle(engine)
+            assert engine.debug_stats().held == {}
+            poison(engine)
+            outputs = [await engine.generate(prompt, greedy(5)) for _ in range(2)]
+            assert outputs[0].token_ids == outputs[1].token_ids
+
+    asyncio.run(main())
+
+
+def test_what_needs_to_go_back_is_refused_by_name(paths, tmp_path, caplog):
+    async def main() -> None:
+        structured = SamplingParams(max_tokens=4, structured_outputs={"choice": ["a", "b"]})
+        async with engine_of(paths["full"], hybrid_attention="always", host_kv_memory_bytes=1 << 20) as engine:
+            with pytest.raises(InvalidRequestError, match="not served"):
+                await engine.generate([5, 6], structured)
+            assert len((await engine.generate([5, 6], greedy(3))).token_ids) == 3
+
+    asyncio.run(main())
+    assert "as it has layers that keep a state" in caplog.text
+    disk = {"host_kv_memory_bytes": 1 << 20, "disk_kv_path": str(tmp_path)}
+    with pytest.raises(ConfigError, match="keep a state, which disk_kv_path does not"):
+        CpuModelRunner.load(EngineConfig.from_kwargs(str(paths["full"]), disk))
+
+
+def test_a_gpu_is_refused_by_name(paths):
+    ops: Any = ReferenceOps()
+    ops.device = torch.device("cuda")
+    with pytest.raises(ConfigError, match="MistralForCausalLM keep a state: it runs with device=cpu alone yet"):
+        load_model(EngineConfig.from_kwargs(str(paths["full"]), {}), ops)
