@@ -70,5 +70,5 @@ def test_the_first_gpu_has_a_number_too(tiny_llama):
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 @pytest.mark.parametrize("way", ["graphs", "eager"])
 def test_the_second_gpu_serves_alone(tiny_llama, tmp_path, way):
-    """It gives the tokens of the first one, whose memory is not touched."""
+    """The second GPU gives the tokens of the first, whose memory is not touched."""
     assert run(tiny_llama, "cuda:1", way, tmp_path) == run(tiny_llama, "cuda:0", way, tmp_path)
