@@ -650,8 +650,7 @@ class StepTokens(NamedTuple):
     """Upper bounds, rising; a step of as many tokens as a bound counts below it."""
     counts: tuple[int, ...] = ()
     """Steps between each bound and the one before it, and at the end the steps above the last bound."""
-    total: int = 0
-    """Tokens of all steps."""
+    total: int = 0  # tokens of all steps
 
 class StepLoop:
     """submit, abort and drain belong to the event loop's thread. No call waits for the step thread but stop()."""

@@ -131,7 +131,7 @@ def test_costs_are_measured_of_the_engines_steps(checkpoint: Path, monkeypatch: 
             assert len((await engine.generate([5, 9, 2, 7], params)).token_ids) == 3
 
     monkeypatch.setattr(cuda, "launch_us", launch_us)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
     asyncio.run(main())
 
 

@@ -98,7 +98,7 @@ def _time_bucket(machine: Machine, planned: Sequence[Row], bucket: int) -> float
 
     # At least one for each place of the ring: each must hold a result in the end.
     places = len(machine.steps.source.outputs)
-    synchronize = partial(torch.cuda.synchronize, machine.cuda_stream.device)
+    synchronize = partial(torch.cuda.synchronize, machine.steps.source.state.device)
     with staged(machine.steps, planned, 1, synchronize, own_tables=True):
         us = launch_us(launch, max(_LAUNCHES, places), machine.cuda_stream, warm_up=_WARM_UP)
     return us * 1e-6
