@@ -178,9 +178,12 @@ class CpuLinear:
     ) -> None: ...  # fmt: skip
 
 class CpuNorm:
-    """Addresses of the weight and the bias (0: an RMS norm) of a norm; the caller keeps the memory."""
+    """Addresses of the weight and the bias (0: an RMS norm) of a norm; the caller keeps the memory.
 
-    def __init__(self, weight: int, bias: int, eps: float) -> None: ...
+    The weight of an RMS norm may be in float32, whatever the rows are in.
+    """
+
+    def __init__(self, weight: int, bias: int, eps: float, float_weight: bool = False) -> None: ...
 
 class PagedKV:
     """A layer's cache: k [num_blocks, Hk, head_dim, block_size], v [num_blocks, Hk, block_size, head_dim].
@@ -213,7 +216,7 @@ class CpuKernels:
         """y = the tokens' rows of the table times scale, plus those of their positions (0: none)."""
     def norm(
         self, dtype: Dtype, x: int, x_stride: int, residual: int, weight: int, bias: int, y: int, y_stride: int,
-        tokens: int, heads: int, width: int, eps: float, /,
+        tokens: int, heads: int, width: int, eps: float, float_weight: bool, /,
     ) -> None: ...  # fmt: skip
     def activation(
         self, dtype: Dtype, function: ActivationFunction, gated: bool, x: int, y: int, rows: int, width: int, /

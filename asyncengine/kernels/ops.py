@@ -23,7 +23,7 @@ class Norm(NamedTuple):
     """A layer norm, or without a bias an RMS norm."""
 
     weight: Tensor
-    """[H]"""
+    """[H] in the model's dtype; of an RMS norm also in float32"""
     bias: Tensor | None
     eps: float
 
@@ -32,7 +32,7 @@ class HeadNorms(NamedTuple):
     """RMS norms of the queries and of the keys, over every head or over all heads together."""
 
     q: Tensor
-    """[D], or [num_heads * D] over all"""
+    """[D], or [num_heads * D] over all; in the model's dtype or in float32"""
     k: Tensor
     """[D], or [Hk * D] over all"""
     eps: float

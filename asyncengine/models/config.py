@@ -214,7 +214,7 @@ class ModelConfig:
     """These norms are over all heads together, and not over each."""
     layer_norms: LayerNorms = LLAMA_NORMS
     norm_weight_offset: float = 0.0
-    """Added to the weights of RMS norms when they are read, in the model's dtype."""
+    """Added to the weights of RMS norms when they are read, in float32."""
     embedding_scale: float = 1.0
     """Factor on the rows of the embedding."""
     round_embedding_scale: bool = False

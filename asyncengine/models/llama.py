@@ -150,7 +150,7 @@ class LayerWeights:
 
 def make_norm(config: ModelConfig, weight: Tensor) -> Norm:
     if config.norm_weight_offset:
-        weight = weight + config.norm_weight_offset
+        weight = weight.float() + config.norm_weight_offset
     return Norm(weight, torch.zeros_like(weight) if config.centered_norms else None, config.norm_eps)
 
 
@@ -236,13 +236,14 @@ class LlamaForCausalLM(Decoder):
                 layers.append(ParallelLayer(attention, mlp_block(layer, attention.norm)))
             else:
                 layers.append(DecoderLayer(attention, self.feed_forward(layer)))
-        norm = make_norm(config, weights.tensor("model.norm.weight", config.hidden_size))
+        weight = weights.tensor("model.norm.weight", config.hidden_size)
+        norm = make_norm(config, weight)
         head = embedding
         if not config.tie_word_embeddings:
             head = ops.make_head(weights.table(*config.head_shape))
         scale = config.embedding_scale
         if config.round_embedding_scale:
-            scale = torch.tensor(scale, dtype=norm.weight.dtype).item()
+            scale = torch.tensor(scale, dtype=weight.dtype).item()
         super().__init__(
             ops,
             layers,

@@ -145,8 +145,10 @@ void bind_cpu_kernels(py::module_& m) {
            py::arg("panels") = false);
 
   py::class_<CpuNorm>(m, "CpuNorm")
-      .def(py::init([](Address weight, Address bias, float eps) { return CpuNorm{pointer(weight), pointer(bias), eps}; }),
-           py::arg("weight"), py::arg("bias"), py::arg("eps"));
+      .def(py::init([](Address weight, Address bias, float eps, bool float_weight) {
+             return CpuNorm{pointer(weight), pointer(bias), eps, float_weight};
+           }),
+           py::arg("weight"), py::arg("bias"), py::arg("eps"), py::arg("float_weight") = false);
 
   py::class_<PagedKV>(m, "PagedKV")
       .def(py::init([](Address k, Address v, int64_t num_kv_heads, int64_t head_dim, int64_t block_size, Address scales) {
@@ -194,11 +196,11 @@ void bind_cpu_kernels(py::module_& m) {
       .def(
           "norm",
           [](CpuKernels& self, Dtype dtype, Address x, int64_t x_stride, Address residual, Address weight, Address bias, Address y,
-             int64_t y_stride, int64_t tokens, int64_t heads, int64_t width, float eps) {
-            self.norm(
-                dtype,
-                {pointer(x), pointer(residual), pointer(weight), pointer(bias), pointer(y), x_stride, y_stride, heads, width, eps},
-                tokens);
+             int64_t y_stride, int64_t tokens, int64_t heads, int64_t width, float eps, bool float_weight) {
+            self.norm(dtype,
+                      {pointer(x), pointer(residual), pointer(weight), pointer(bias), pointer(y), x_stride, y_stride, heads, width,
+                       eps, float_weight},
+                      tokens);
           },
           NoGil())
       .def(

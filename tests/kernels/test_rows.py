@@ -338,6 +338,16 @@ def test_store_kv(
 # ---- misuse ----
 
 
+def test_an_rms_norm_with_a_weight_in_float32(device: torch.device) -> None:
+    """The weight is not rounded: the result is that of float32 rows, rounded once."""
+    x, weight = random(5, 70, dtype=torch.bfloat16).to(device), (1 + random(70, seed=1) / 100).to(device)
+    assert torch.equal(
+        norm_rows(x, Norm(weight, None, 1e-5)), norm_rows(x.float(), Norm(weight, None, 1e-5)).bfloat16()
+    )
+    with pytest.raises(ValueError, match="weight must be"):
+        norm_rows(x.float(), Norm(weight.bfloat16(), None, 1e-5))
+
+
 def test_a_norm_in_place_leaves_what_lies_between_rows(device: torch.device, dtype: torch.dtype) -> None:
     memory, weight = random(4, 90, dtype=dtype).to(device), random(70, dtype=dtype, seed=1).to(device)
     before, x = memory.clone(), memory[:, 10:80]

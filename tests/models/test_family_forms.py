@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -17,6 +17,8 @@ from asyncengine.errors import MissingWeightError, UnsupportedModelError, Weight
 from asyncengine.kernels.cpu.reference import ReferenceOps
 from asyncengine.models.config import RawConfig
 from asyncengine.models.registry import find_family
+from asyncengine.models.weights.shard import WHOLE, Part
+from asyncengine.models.weights.source import WeightSource
 from asyncengine.runner.steps.model_runner import CpuModelRunner
 from tests.engine.test_embeddings import classes_are_those_of_transformers
 from tests.models import tiny
@@ -76,6 +78,35 @@ def test_tensors_that_are_missing_or_wrong_name_themselves(tmp_path: Path, varia
             load(tmp_path)
 
 
+class Counter:
+    """Weights of no size that count themselves, each once."""
+
+    owned_bytes = 0
+
+    def __init__(self) -> None:
+        self.counts: dict[str, int] = {}
+
+    def get(self, name: str, *shape: int, part: Part = WHOLE) -> torch.Tensor:
+        tensor = torch.empty(shape, device="meta")
+        self.counts[name] = tensor.numel()
+        return part.of(tensor)
+
+
+@pytest.mark.parametrize("family", sorted({tiny.VARIANTS[variant][0] for variant in VARIANTS}))
+def test_the_shape_of_each_family_by_default_has_as_many_parameters_as_in_transformers(family: str) -> None:
+    """Config files that leave out what is the default, where a family's published files do."""
+    kind = getattr(transformers, f"{family}ForCausalLM")
+    config = kind.config_class(num_hidden_layers=3)
+    with torch.device("meta"):
+        theirs = kind(config)
+    short = {"architectures": [kind.__name__], "num_hidden_layers": 3}
+    values = short if family in ("Gemma2", "Gemma3") else config.to_dict() | short
+    raw, counter = RawConfig(values, "config.json"), Counter()
+    chosen = find_family(raw)[1]
+    chosen.build(chosen.read_config(raw), WeightSource(cast(Any, counter)), ReferenceOps(), 16)
+    assert sum(counter.counts.values()) == sum(parameter.numel() for parameter in theirs.parameters())
+
+
 # ---- The language model of a model for images ----
 
 VISION = {
@@ -99,7 +130,7 @@ def model_for_images(kind: str) -> Any:
             image_token_index=198,
             tie_word_embeddings=False,
         )
-    config.eos_token_id = 7
+    config.eos_token_id, config.text_config.eos_token_id = 7, 9
     torch.manual_seed(3)
     model = transformers.AutoModelForImageTextToText.from_config(config).eval()
     for name, parameter in model.named_parameters():
@@ -138,7 +169,7 @@ def test_text_of_a_model_for_images(
         runner = load(tmp_path)
     assert "tensors for images are left out: images are not served" in caplog.text
     assert "does not use" not in caplog.text
-    assert runner.info.eos_token_ids == (7,)
+    assert runner.info.eos_token_ids == (7, 9)
     model.generation_config.eos_token_id = None
     driver = tiny.Driver(runner)
     sequence = driver.add(PROMPT, 60)

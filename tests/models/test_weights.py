@@ -148,6 +148,15 @@ def test_dummy_weights_have_parts_too() -> None:
         assert torch.equal(torch.cat(parts, axis), whole)
 
 
+def test_a_part_of_several_projections_in_the_order_of_our_heads() -> None:
+    """Rows 4 to 12 hold two heads of four rows, one for each of two ranks; neighbours become halves."""
+    tensor, order = torch.arange(20.0), torch.tensor([0, 2, 1, 3])
+    parts = [Part(0, rank, 2, rows=(4, 12), order=order).of(tensor) for rank in range(2)]
+    assert [part.tolist() for part in parts] == [[4, 6, 5, 7], [8, 10, 9, 11]]
+    assert torch.cat(parts).equal(Part(rows=(4, 12), order=order).of(tensor))
+    assert Part(rows=(4, 12)).of(tensor).data_ptr() == tensor[4:].data_ptr(), "no copy without an order"
+
+
 def test_what_cannot_be_cut_raises() -> None:
     assert WHOLE.of(torch.ones(3)).shape == (3,)
     with pytest.raises(UnsupportedModelError, match=r"\[6, 4\] cannot be cut for 4 ranks along its axis 0"):

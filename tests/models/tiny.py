@@ -105,7 +105,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
             "layer_types": ["full_attention", "sliding_attention", "sliding_attention"],
         },
     ),
-    "gemma3": ("Gemma3", GEMMA | {"num_hidden_layers": 6, "initializer_range": 0.2}),
+    "gemma3": ("Gemma3", GEMMA | {"num_hidden_layers": 6, "initializer_range": 0.15}),
     "gemma3-scaled": (
         "Gemma3",
         GEMMA

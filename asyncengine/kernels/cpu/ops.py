@@ -204,11 +204,9 @@ class CpuOps(BaseOps[CpuLinearHandle | UnpackedHandle]):
         return result.tensor
 
     def _put_norm(self, norm: Norm, handle: CpuLinearHandle) -> None:
-        check(norm.weight, handle.dtype, (handle.in_features,), "weight")
-        if norm.bias is not None:
-            check(norm.bias, handle.dtype, (handle.in_features,), "bias")
+        float_weight = _check_norm(norm, handle.dtype, handle.in_features)
         bias = 0 if norm.bias is None else norm.bias.data_ptr()
-        handle.norm, handle.native_norm = norm, CpuNorm(norm.weight.data_ptr(), bias, norm.eps)
+        handle.norm, handle.native_norm = norm, CpuNorm(norm.weight.data_ptr(), bias, norm.eps, float_weight)
 
     def linear_add_(
         self,
@@ -250,9 +248,7 @@ class CpuOps(BaseOps[CpuLinearHandle | UnpackedHandle]):
         rows, width = x.shape
         if x.stride(1) != 1:
             raise ValueError(f"x must have contiguous rows, got strides {x.stride()}")
-        check(norm.weight, x.dtype, (width,), "weight")
-        if norm.bias is not None:
-            check(norm.bias, x.dtype, (width,), "bias")
+        float_weight = _check_norm(norm, x.dtype, width)
         if residual is not None:
             check(residual, x.dtype, (rows, width), "residual")
         self._native.norm(
@@ -268,15 +264,16 @@ class CpuOps(BaseOps[CpuLinearHandle | UnpackedHandle]):
             1,
             width,
             norm.eps,
+            float_weight,
         )
 
     def head_rms_norm_(self, x: Tensor, weight: Tensor, eps: float) -> None:
         """RMS norm over the last axis of the view x [T, H, D], in place."""
         check_heads(x, x.dtype, "x")
         tokens, heads, dim = x.shape
-        check(weight, x.dtype, (dim,), "weight")
+        wide = _check_norm(Norm(weight, None, eps), x.dtype, dim)
         p, stride = x.data_ptr(), x.stride(0)
-        self._native.norm(_dtype(x), p, stride, 0, weight.data_ptr(), 0, p, stride, tokens, heads, dim, eps)
+        self._native.norm(_dtype(x), p, stride, 0, weight.data_ptr(), 0, p, stride, tokens, heads, dim, eps, wide)
 
     def activate(self, x: Tensor, activation: Activation) -> Tensor:
         """x [M, N] activated; a gated activation takes an even N and halves it."""
@@ -408,3 +405,12 @@ class CpuOps(BaseOps[CpuLinearHandle | UnpackedHandle]):
 
 def _dtype(x: Tensor) -> Dtype:
     return native_dtype(x.dtype)
+
+
+def _check_norm(norm: Norm, dtype: torch.dtype, width: int) -> bool:
+    """Raise ValueError unless the norm is for rows [width] of the dtype. Return whether its weight is in float32."""
+    wide = norm.bias is None and norm.weight.dtype == torch.float32
+    check(norm.weight, torch.float32 if wide else dtype, (width,), "weight")
+    if norm.bias is not None:
+        check(norm.bias, dtype, (width,), "bias")
+    return wide

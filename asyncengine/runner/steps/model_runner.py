@@ -338,9 +338,12 @@ def _check_memory_beside_cache(config: EngineConfig, model: ModelConfig, max_mod
 def read_eos_token_ids(directory: Path, raw: RawConfig, vocab_size: int) -> tuple[int, ...]:
     """End-of-sequence tokens of config.json and generation_config.json together, in that order.
 
-    Ids outside the vocabulary are left out. Raises ModelError for a value that is no id.
+    Where a language model is part of one for images, its own config counts as well. Ids outside the vocabulary are left
+    out. Raises ModelError for a value that is no id.
     """
     ids = raw.token_ids("eos_token_id", vocab_size)
+    if raw.get("text_config", dict, None) is not None:
+        ids += raw.text_part().token_ids("eos_token_id", vocab_size)
     path = directory / "generation_config.json"
     ids += RawConfig(read_optional_json(path), str(path)).token_ids("eos_token_id", vocab_size)
     return tuple(dict.fromkeys(ids))

@@ -68,6 +68,7 @@ struct NormTask {
   int64_t heads;               // rows of one token, contiguous; a kernel's row is token * heads + head
   int64_t width;
   float eps;
+  bool float_weight = false;  // of a root mean square norm: its weight is in float32, else in the rows' dtype
 };
 
 struct EmbedTask {

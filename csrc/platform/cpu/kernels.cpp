@@ -114,7 +114,8 @@ void CpuKernels::norm_linear(const CpuNorm& norm, const CpuLinear& weights, cons
                       .y_stride = weights.k,
                       .heads = 1,
                       .width = weights.k,
-                      .eps = norm.eps};
+                      .eps = norm.eps,
+                      .float_weight = norm.float_weight};
   multiply(weights, normed, weights.k, rows, y, y_float32, activation,
            [&](int64_t begin, int64_t end) { isa_.norm(weights.dtype, task, begin, end); });
 }

@@ -39,6 +39,7 @@ struct CpuNorm {
   const void* weight;
   const void* bias;  // null: root mean square norm; else layer norm
   float eps;
+  bool float_weight = false;  // of a root mean square norm: its weight is in float32, else in the rows' dtype
 };
 
 // Scratch memory on cache-line boundaries. It only grows, so that a steady state allocates nothing.

@@ -29,8 +29,8 @@ void add_row(const T* x, T* residual, int64_t width) {
   });
 }
 
-template <class T>
-void rms_norm_row(const T* x, const T* weight, T* y, int64_t width, float eps) {
+template <class T, class W>
+void rms_norm_row(const T* x, const W* weight, T* y, int64_t width, float eps) {
   const float squares = row_sum(x, width, [](Vec v, int64_t) __attribute__((always_inline)) { return v * v; });
   const Vec scale = splat(1.f / __builtin_sqrtf(squares / static_cast<float>(width) + eps));
   for_each_vector(width, [&](int64_t i, int64_t count) __attribute__((always_inline)) {
@@ -66,10 +66,12 @@ void norm_rows(const NormTask& task, int64_t row_begin, int64_t row_end) {
       add_row(x, residual, task.width);
       x = residual;
     }
-    if (bias == nullptr) {
-      rms_norm_row(x, weight, y, task.width, task.eps);
-    } else {
+    if (bias != nullptr) {
       layer_norm_row(x, weight, bias, y, task.width, task.eps);
+    } else if (task.float_weight) {
+      rms_norm_row(x, static_cast<const float*>(task.weight), y, task.width, task.eps);
+    } else {
+      rms_norm_row(x, weight, y, task.width, task.eps);
     }
   }
 }

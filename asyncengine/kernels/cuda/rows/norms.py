@@ -14,7 +14,7 @@ from torch import Tensor
 
 from asyncengine.kernels.cuda.launch.compiling import kernel
 from asyncengine.kernels.cuda.launch.programmatic import launch_options, start_next, wait
-from asyncengine.kernels.cuda.rows.tensors import check, check_rows, empty_rows
+from asyncengine.kernels.cuda.rows.tensors import check, check_rows, empty_rows, gain_dtype
 from asyncengine.kernels.ops import Norm
 
 
@@ -83,9 +83,9 @@ def norm_rows(
     width = x.shape[1]
     if parts is not None:
         check(parts, torch.float32, (len(parts), *x.shape), "parts")
-    for name, parameter in (("weight", norm.weight), ("bias", norm.bias)):
-        if parameter is not None:
-            check(parameter, x.dtype, (width,), name)
+    check(norm.weight, gain_dtype(norm.weight, x), (width,), "weight")
+    if norm.bias is not None:
+        check(norm.bias, x.dtype, (width,), "bias")
     if index is not None:
         check(index, torch.int64, (len(index),), "index")
     rows = len(x) if index is None else len(index)

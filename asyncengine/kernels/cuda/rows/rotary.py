@@ -11,7 +11,7 @@ from torch import Tensor
 from asyncengine.kernels.cuda.launch.compiling import kernel
 from asyncengine.kernels.cuda.launch.programmatic import launch_options, start_next, wait
 from asyncengine.kernels.cuda.rows.float8_cache import cached_dtype, check_scales, to_float8
-from asyncengine.kernels.cuda.rows.tensors import ELEMENTWISE_TILE, check, check_caches, check_heads
+from asyncengine.kernels.cuda.rows.tensors import ELEMENTWISE_TILE, check, check_caches, check_heads, gain_dtype
 
 _HEAD_TILE = 1024
 """Elements of a half head tile: 16 heads of 128. With 128 threads each access is of 16 bytes in bfloat16."""
@@ -154,7 +154,7 @@ def rotary_store_kv(
         raise ValueError("q_norm and k_norm go together")
     for norm in (q_norm, k_norm):
         if norm is not None:
-            check(norm, heads.dtype, (dim,), "q_norm and k_norm")
+            check(norm, gain_dtype(norm, heads), (dim,), "q_norm and k_norm")
     check(cos_sin, torch.float32, (cos_sin.shape[0], dim), "cos_sin")
     check(positions, torch.int32, (tokens,), "positions")
     check(slot_mapping, torch.int64, (tokens,), "slot_mapping")

@@ -26,6 +26,11 @@ def check(x: Tensor, dtype: torch.dtype, shape: tuple[int, ...], name: str) -> N
         )
 
 
+def gain_dtype(weight: Tensor, x: Tensor) -> torch.dtype:
+    """The dtype that the weight of a norm of x is to have: that of x, or float32 if the weight is in float32."""
+    return torch.float32 if weight.dtype == torch.float32 else x.dtype
+
+
 def check_rows(x: Tensor, name: str) -> None:
     check_dtype(x, name)
     if x.dim() != 2 or x.stride(1) != 1:
