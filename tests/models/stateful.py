@@ -32,7 +32,7 @@ class FadingSum(NamedTuple):
     width: int
 
     def forward(self, ops: Any, residual: Any, cache: LayerStates, batch: Any, is_last: bool) -> None:
-        inputs = ops.norm_linear(residual, self.norm, self.qkv)[:, : self.width]
+        inputs = ops.norm_linear(residual, self.norm, self.qkv, batch)[:, : self.width]
         states = cache.states.view(torch.float32)
         x = torch.empty_like(inputs)
         starts = batch.query_start.tolist()
@@ -43,15 +43,16 @@ class FadingSum(NamedTuple):
                 x[token] = state
         if is_last:
             x = ops.keep_sampled(x, residual, batch)
-        ops.linear_add_(x, self.output, residual)
+        ops.linear_add_(x, self.output, residual, batch)
 
 
 class StatefulLlama(LlamaForCausalLM):
     def __init__(self, config: ModelConfig, weights: Any, ops: Any, max_positions: int) -> None:
         alike = replace(config, layer_caches=(config.layer_caches[0],) * config.num_layers)
         super().__init__(alike, weights, ops, max_positions)
-        first, second = self._layers
-        attention: Any = second.mixer
+        layers: Any = self._layers
+        first, second = layers
+        attention = second.mixer
         mixer = FadingSum(attention.norm, attention.qkv, attention.output, config.num_heads * config.head_dim)
         self._layers = (first, DecoderLayer(mixer, second.feed_forward))
 
