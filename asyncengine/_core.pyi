@@ -79,8 +79,7 @@ class SamplingState:
 class RequestExtras:
     """Requirements of a request beyond one token a step (csrc/core/request_extras.inl); the defaults cost nothing.
 
-    entries: (EntryKind, int32 words). A wrong kind or length raises ValueError.
-    """
+    entries: (EntryKind, int32 words). A wrong kind or length raises ValueError."""
 
     def __init__(
         self, *, needs: int = 0, entries: Sequence[tuple[int, Sequence[int]]] = (), history: bool = False,

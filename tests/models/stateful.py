@@ -50,9 +50,9 @@ class StatefulLlama(LlamaForCausalLM):
     def __init__(self, config: ModelConfig, weights: Any, ops: Any, max_positions: int) -> None:
         alike = replace(config, layer_caches=(config.layer_caches[0],) * config.num_layers)
         super().__init__(alike, weights, ops, max_positions)
-        first, second = self._layers
-        assert isinstance(second, DecoderLayer)
-        attention: Any = second.mixer
+        layers: Any = self._layers
+        first, second = layers
+        attention = second.mixer
         mixer = FadingSum(attention.norm, attention.qkv, attention.output, config.num_heads * config.head_dim)
         self._layers = (first, DecoderLayer(mixer, second.feed_forward))
 
