@@ -254,7 +254,7 @@ class SchedulerHarness {
   }
   // The bytes of the step that was scheduled last.
   py::bytes step_input() const { return {reinterpret_cast<const char*>(staging_.data()), packed_}; }
-  // Of that step: copies of state slots (source or -1, target), and the slot of each row.
+  // Copies of state slots in that step: (source or -1, target).
   std::vector<std::pair<int32_t, int32_t>> state_copies() const {
     std::vector<std::pair<int32_t, int32_t>> all;
     for (const BlockCopy& copy : StepInputView(staging_.data()).state_copies()) all.emplace_back(copy.source, copy.target);

@@ -11,7 +11,7 @@
 
 namespace asyncengine {
 
-// How a field crosses: as itself, an address in place of a pointer, a number in place of a time.
+// A field crosses as itself; in place of a pointer crosses an address, in place of a time a number.
 template <class T>
 struct Crossing {
   using Type = T;

@@ -59,7 +59,7 @@ class Admission {
   Sequence* fork_source(const Sequence& sequence, const StepPlan& plan) const;
   bool shares_what_is_seen(const Sequence& first) const;
   int32_t blocks_to_begin(const Sequence& sequence, int32_t shared) const;
-  // What a sequence that gets a slot finds there.
+  // The state of a slot at the moment when a sequence gets it.
   struct Start {
     int32_t computed = 0, published_end = 0;
     uint64_t chain = 0;  // as in Slot

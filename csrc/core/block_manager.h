@@ -28,7 +28,7 @@ class BlockManager {
   int32_t num_blocks() const { return static_cast<int32_t>(states_.size()) - 1; }
   int32_t block_size() const { return block_size_; }
   int32_t num_free() const { return num_free_; }
-  // Of the free ones, those that match_prefix may find.
+  // Number of free blocks that match_prefix may find.
   int32_t num_cached() const { return num_cached_; }
   // The sum of all reference counts.
   int64_t num_references() const { return num_references_; }
@@ -87,7 +87,7 @@ class BlockManager {
   // ---- the host tier's. A host block that is pinned keeps what it holds, or what a copy under way writes.
 
   int32_t num_host_blocks() const { return static_cast<int32_t>(host_.size()) - (host_.empty() ? 0 : 1); }
-  // Of the host's blocks, those that hold something.
+  // Number of the host's blocks that hold something.
   int32_t num_host_cached() const { return num_host_cached_; }
   int32_t num_host_pinned() const { return num_host_pinned_; }
   // Free blocks that can be evicted, or used, without losing what only the device knows.
@@ -99,7 +99,7 @@ class BlockManager {
   int32_t take_host_block(bool even_copies = false);
   // The host block that holds a copy of the block, or -1.
   int32_t host_copy_of(int32_t block) const { return copies_.empty() ? -1 : copies_[static_cast<size_t>(block)]; }
-  // Of a host block that was taken or pinned: no more.
+  // Releases a host block that was taken or pinned.
   void drop_host_block(int32_t host) { host_state(host).cached ? unpin_host(host) : give_back_host_block(host); }
   // The host block, taken for it, holds a copy of the block now. It is pinned no more.
   void copied_out(int32_t block, int32_t host);
@@ -116,8 +116,8 @@ class BlockManager {
   void moved_in(int32_t host, int32_t block);
   // As release(), of a block that was copied out meanwhile: it is evicted where its turn was, before those without a copy.
   void release_moved(int32_t block);
-  // Of a host block that is pinned and empty: it holds the block with these tokens and this name now, which was read from a
-  // disk, unless that is known already. It is pinned no more. Returns the chain, as publish().
+  // Enters a host block that is pinned and empty, and unpins it: the block with these tokens and this name was read into it from
+  // a disk. A block that is known already stays as it is. Returns the chain, as publish().
   Chain enter_host(int32_t host, Chain parent, const int32_t* tokens, const BlockName& name);
   int32_t host_pins(int32_t host) const { return host_state(host).pins; }
   bool host_holds(int32_t host) const { return host_state(host).cached; }

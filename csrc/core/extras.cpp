@@ -39,7 +39,7 @@ bool Extras::fits_records(int32_t words, const StepPlan& plan) {
   return false;
 }
 
-// Of `query_len` tokens of the prompt; `last`: they reach its end.
+// Samples of `query_len` tokens of the prompt from `begin` on; `last`: they reach its end.
 int32_t Extras::count_samples(const Slot& slot, int32_t begin, int32_t query_len, bool last) const {
   const int32_t end = begin + query_len, from = slot.sequence->scores_from();
   return from < 0 ? int32_t{last} : std::max(int32_t{last}, std::min(query_len, end - from));

@@ -31,7 +31,7 @@ class MaskBoard {
   MaskBoard() = default;
   MaskBoard(int32_t* rows, int32_t mask_words) : rows_(rows), mask_words_(mask_words) {}
 
-  // Of a row, in words: whole cache lines.
+  // Words of a row, which fills whole cache lines.
   static size_t stride(int32_t mask_words) {
     return mask_words == 0 ? 0 : static_cast<size_t>(kHeadWords + (mask_words + kHeadWords - 1) / kHeadWords * kHeadWords);
   }
@@ -47,7 +47,7 @@ class MaskBoard {
     head(to).store(2 * position + int32_t{allows_all}, std::memory_order_release);
   }
 
-  // What a sampler finds in a row for a token at `position`.
+  // A sampler's view of a row, for a token at `position`.
   enum class Found { kMissing, kMask, kAllowsAll };
   static Found find(int32_t* row, int64_t position) {
     const int32_t found = head(row).load(std::memory_order_acquire);

@@ -62,7 +62,7 @@ struct Delivery {
     engine_failed = false;
   }
   void append(const Delivery& later);
-  // Of the event that is pushed next.
+  // Adds records to the event that is pushed next.
   void add_records(std::span<const int32_t> words) {
     records.push_back({events.size(), words.size()});
     record_words.insert(record_words.end(), words.begin(), words.end());

@@ -1,4 +1,4 @@
-// How long a step is going to take, and how much of a prompt fits into the time of a step in which others decode.
+// Pace: predicts the time of a step, and chooses how much of a prompt fits into a step in which others decode.
 #pragma once
 
 #include <cstdint>
@@ -10,7 +10,7 @@
 
 namespace asyncengine {
 
-// Where costs are not known, every step is as fast as another, and no target is heeded.
+// Without known costs every step is as fast as another, and no target is heeded.
 class Pace {
  public:
   Pace(const SchedulerConfig& config, const Roster& roster);

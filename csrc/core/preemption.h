@@ -1,4 +1,4 @@
-// Who gives way when blocks or slots run out.
+// Preemption: chooses the sequence that gives way when blocks or slots run out.
 #pragma once
 
 #include <cstdint>

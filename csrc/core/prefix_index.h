@@ -1,4 +1,5 @@
-// Which block holds which tokens after which prefix: an open-addressing table that never allocates after construction.
+// PrefixIndex: finds the block that holds given tokens after a given prefix. The open-addressing table never allocates after
+// construction.
 #pragma once
 
 #include <compare>
@@ -9,7 +10,7 @@
 
 namespace asyncengine {
 
-// What precedes a block: another block, by the chain id of its entry, or nothing but the salt that separates tenants.
+// The predecessor of a block: another block, by the chain id of its entry, or nothing but the salt that separates tenants.
 struct Chain {
   uint64_t id = 0;
   bool root = true;  // id is a salt
@@ -31,7 +32,7 @@ class PrefixIndex {
   int32_t find_or_insert(int32_t block, Chain parent, const int32_t* tokens, uint64_t hash_value);
   const int32_t* tokens_of(int32_t block) const { return tokens_.data() + int64_t{block} * block_size_; }
   void erase(int32_t block);
-  // What is known of `from` is known of `to` instead, chain and all: a copy of it, of which nothing was known.
+  // Moves the entry of `from`, with its chain, to `to`: a copy of it that had no entry.
   void rename(int32_t from, int32_t to);
   // Asks for the memory that find_or_insert() is about to touch, and returns the hash.
   uint64_t prefetch(int32_t block, Chain parent, const int32_t* tokens) const;

@@ -19,7 +19,7 @@ Scheduler::Scheduler(const SchedulerConfig& config)
 }
 
 void Scheduler::move_blocks_with(BlockMover& mover, BlockDisk* disk) {
-  // What a step may want: the next steps' chunks, and a block for each sequence.
+  // A step may want the next steps' chunks, and a block for each sequence.
   const int32_t wanted = std::max(256, 4 * config_.max_num_batched_tokens / config_.block_size + config_.max_num_seqs);
   const HostTier::Config config{std::min(config_.num_blocks, wanted), config_.max_blocks_per_sequence()};
   roster_.move_blocks_with(std::make_unique<HostTier>(config, roster_.blocks(), mover, disk));
@@ -110,7 +110,7 @@ void Scheduler::schedule(StepPlan& plan, int64_t now_ns) {
   schedule_decodes(plan);
   pace_.begin(plan, prefilling_);
   if (prefilling_ > 0) schedule_prefills(plan);
-  // Who was just preempted must not take back in the same breath what it gave.
+  // A sequence that was just preempted must not take back in the same step the blocks that it gave.
   if (preemption_.count() == preemptions) admit(plan, now_ns, /*only_within=*/preemptions != gave_way);
   roster_.compact();
   admission_.wake_siblings();
@@ -392,7 +392,7 @@ inline void Scheduler::retire_rows(const StepPlan& plan, Outbox& outbox, OnPlain
     if (row.plain && on_plain_row(slot)) continue;
     if (!row.came_to_nothing(plan.step)) slot.pending = static_cast<int8_t>(slot.pending - row.num_appends);
     on_row(row, slot);
-    // What is or was on the host waits for its worker, too: Placement::advance() settles it.
+    // A sequence that is or was on the host waits for its worker, too: Placement::advance() settles it.
     if (slot.in_flight == 0 && slot.state != SequenceState::kRunning && !roster_.on_host(row.slot)) {
       roster_.settle(*slot.sequence, &outbox);
     }

@@ -1,4 +1,4 @@
-// Which sequences run in the next step, with which blocks; and what the results of a step mean for them.
+// Scheduler: chooses the sequences of the next step and their blocks, and applies the results of a step to them.
 #pragma once
 
 #include <cstdint>
@@ -65,9 +65,9 @@ class Scheduler {
 
   // ---- before the first sequence
 
-  // Who moves blocks to the host and back, where the configuration has host blocks.
+  // Sets the mover of blocks to the host and back, for a configuration with host blocks.
   void move_blocks_with(BlockMover& mover, BlockDisk* disk = nullptr);
-  // Who attends for host rows, where the configuration has some, after move_blocks_with().
+  // Sets the attention of host rows, for a configuration that has some, after move_blocks_with().
   void attend_on_host_with(HostAttention& attention);
   void write_masks_to(const MaskBoard& board) { extras_.write_masks_to(board); }
   void observe(QueueObserver* observer) { admission_.observe(observer); }

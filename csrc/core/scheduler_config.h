@@ -13,7 +13,7 @@
 
 namespace asyncengine {
 
-// How long a step may take in which sequences decode, so that their tokens come evenly: chunks of prompts beside them are
+// The longest time of a step in which sequences decode, so that their tokens come evenly: chunks of prompts beside them are
 // as large as that leaves time for. 0: as long as it takes.
 using ClassTargets = std::vector<std::pair<int32_t, int64_t>>;
 

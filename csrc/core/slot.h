@@ -11,7 +11,7 @@
 namespace asyncengine {
 
 // Counts of tokens, in order:  computed <= total = num_tokens() + pending;  published_end <= what retired steps computed.
-// Where a step may append several tokens, pending, total and computed are upper bounds until it is committed.
+// If a step may append several tokens, pending, total and computed are upper bounds until it is committed.
 //
 // Slots lie side by side, and a decode step touches nothing else of a sequence: the first cache line to schedule it, both
 // to commit its token. The Sequence, somewhere in the heap, is needed when it ends or leaves its slot, and when the tail is

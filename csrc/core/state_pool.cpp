@@ -93,7 +93,7 @@ void StatePool::forget_snapshot(int32_t i) {
   --num_cached_;
 }
 
-// Where the chain is, or would be.
+// The cell in which the chain is, or would be.
 size_t StatePool::cell_of(uint64_t chain) const {
   size_t cell = home(chain);
   while (cells_[cell] >= 0 && at(cells_[cell]).chain != chain) cell = (cell + 1) & (cells_.size() - 1);

@@ -45,7 +45,7 @@ class PublishedStats {
 #undef STAT
 };
 
-// How many tokens steps computed, as a histogram. One thread adds, any thread reads: each number is whole, and two of them
+// A histogram of the tokens that steps computed. One thread adds, any thread reads: each number is whole, and two of them
 // may be of different steps.
 class StepTokens {
  public:

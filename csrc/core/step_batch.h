@@ -10,7 +10,7 @@
 
 namespace asyncengine {
 
-// What a sampled row needs of the end of a step beyond the greatest logit, one bit each. The graph of a step is chosen by
+// Parts of the end of a step that a sampled row needs beside the greatest logit, one bit each. The graph of a step is chosen by
 // the needs of its rows, and an executor says which of them it can serve.
 enum Need : uint32_t {
   kNeedTemperature = 1,

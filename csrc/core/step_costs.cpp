@@ -78,7 +78,7 @@ void StepCosts::learn_decode(int64_t predicted_ns, int64_t took_ns) {
   if (predicted_ns <= 0) return;
   const double before = factors_.decode;
   correct(factors_.decode, error_of(predicted_ns, took_ns), 1);
-  // Where steps with host rows ran before any without, what all steps take longer was taken for theirs: they take what they took.
+  // Steps with host rows ran before any without: the factor of all steps was taken for theirs, and their product stays the same.
   if (num_decode_steps_ < kFewSteps && factors_.hybrid != 1) factors_.hybrid *= before / factors_.decode;
   num_decode_steps_ = std::min(num_decode_steps_ + 1, kFewSteps);
 }

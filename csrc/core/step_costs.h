@@ -1,4 +1,4 @@
-// How long a step will take, told from what was measured of steps before it.
+// StepCosts: predicts the time of a step from measured times of earlier steps.
 #pragma once
 
 #include <cstdint>

@@ -77,7 +77,7 @@ enum EntryKind : uint32_t {
   kNamedTokens = 9,    // tokens whose log probabilities are wanted
 };
 
-// Of sampling, beyond SamplingState: the payload of a kParameters entry.
+// Sampling parameters beyond SamplingState: the payload of a kParameters entry.
 struct SlotParameters {
   float presence_penalty = 0.f, frequency_penalty = 0.f, repetition_penalty = 1.f;
   int32_t prompt_len = 0;

@@ -37,7 +37,7 @@ enum RecordKind : uint32_t {
   kLogits = 3,
 };
 
-// Of a record, and of an entry of a slot update (step_input.h): kind in 8 bits, count of the words that follow in 24.
+// The head of a record, and of an entry of a slot update (step_input.h): kind in 8 bits, count of the words that follow in 24.
 constexpr uint32_t kMaxEntryWords = (1u << 24) - 1;
 constexpr int32_t entry_header(uint32_t kind, size_t count) {
   return static_cast<int32_t>(kind << 24 | static_cast<uint32_t>(count));

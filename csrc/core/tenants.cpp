@@ -39,7 +39,7 @@ void FairQueue::remove(const Sequence* sequence) {
   if (first) place(tenant);
 }
 
-// Where what it waits with, or its share of what there is, has changed.
+// Puts a tenant in its place after its first waiting request or its share has changed.
 void FairQueue::place(Tenant& tenant) {
   if (&tenant != &nobody_) {
     const bool above = tenant.held > share_;

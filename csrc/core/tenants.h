@@ -14,7 +14,7 @@ namespace asyncengine {
 
 // One for whom requests are submitted. The step thread has all of it but `live`.
 struct Tenant {
-  // Of a block that k sequences hold, each holds kBlock / k.
+  // Each of k sequences that share a block holds kBlock / k of it.
   static constexpr int64_t kBlock = 1 << 16;
 
   uint64_t id = 0;

@@ -1,5 +1,5 @@
 // A language model for the simulated device whose next token is a hash of all tokens before it, read through the KV cache.
-// Where a step may append several tokens it drafts them for itself, right ones and wrong ones, and verifies them.
+// If a step may append several tokens, the model drafts them for itself, right ones and wrong ones, and verifies them.
 #pragma once
 
 #include <chrono>

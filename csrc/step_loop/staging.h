@@ -18,7 +18,7 @@ namespace asyncengine {
 //   kPinned    one asynchronous copy from page-locked memory
 //   kMapped    no copy: the step's first kernel reads page-locked memory, and its last ones write results there
 //   kAhead     one copy from page-locked memory on a CUDA stream of its own, while the step before still runs; results as mapped
-// What is sent once, before the first step, is not staged: weights, tables and the kernels' own state may be pageable.
+// Memory that is sent once, before the first step, is not staged: weights, tables and the kernels' own state may be pageable.
 enum class StagingMode { kPageable, kPinned, kMapped, kAhead };
 
 // One pair of buffers per step in flight, in one allocation each, page-aligned, made once. Buffer i is leased from the

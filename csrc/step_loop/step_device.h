@@ -73,7 +73,7 @@ class StepDevice {
 
   const CudaDevice& device() const { return device_; }
   Staging& staging() const { return *staging_; }
-  // Those that every bucket has a variant for.
+  // Needs for which every bucket has a variant.
   Needs needs() const { return needs_; }
   int num_kinds() const { return num_kinds_; }
   // That of the step in buffer i: one for each graph.

@@ -21,6 +21,7 @@ QUOTED = re.compile(r"(?<!`)`([^`\n]+)`(?!`)")
 FENCE = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
 FILE = re.compile(r"[\w./*-]+\.(?:py|pyi|cpp|h|inl|md|json|svg|toml|txt)")
 FRAGMENT = re.compile(r"(?:Of|What|Whether|How|Where|Which|Who|Whose|Those|They|Its?) ")
+CLAUSE = re.compile(r"// (?:Of|What|Whether|How|Where|Which|Who|Whose|Those) ")
 FOLDER = re.compile(r"(?:asyncengine|csrc|tests|bench)(?:/[\w-]+)+/?|(?:[\w-]+/)+")
 
 
@@ -153,4 +154,16 @@ def test_docstrings_name_their_subject(folder: str) -> None:
             texts = (node.value for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Expr))
             docs = (text for text in texts if isinstance(text, ast.Constant))
             found += [f"{path}:{doc.lineno}" for doc in docs if FRAGMENT.match(str(doc.value))]
+    assert not found
+
+
+def test_comments_of_the_core_name_their_subject() -> None:
+    """The first line of a comment in csrc begins with a noun or a verb, as docstrings do."""
+    found = []
+    for path in sorted(path for path in (ROOT / "csrc").rglob("*") if path.suffix in {".h", ".cpp", ".inl"}):
+        before = ""
+        for number, line in enumerate(path.read_text().splitlines(), 1):
+            if line.lstrip().startswith("// ") and not before.lstrip().startswith("//"):
+                found += [f"{path}:{number}"] * bool(CLAUSE.match(line.lstrip()))
+            before = line
     assert not found

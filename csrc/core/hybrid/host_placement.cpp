@@ -82,7 +82,7 @@ std::vector<HostRowView> HostPlacement::rows() const {
 
 // ---- the lanes of a step -------------------------------------------------------------------------------------------
 
-// Whether the step has lanes must be known before its tokens are shared out.
+// The step must know its lanes before its tokens are shared out.
 int32_t HostPlacement::begin(StepPlan& plan) {
   bool any = false;
   for (const int32_t slot : hosted_) {

@@ -15,7 +15,7 @@
 
 namespace asyncengine {
 
-// Where a sequence waits for blocks and the device has none, the last running one moves to the host, if that is predicted to
+// While a sequence waits for blocks and the device has none, the last running one moves to the host, if that is predicted to
 // pay: steps in flight that have rows of it end, its blocks are copied out, and it goes on there. When the device has room and
 // nobody waits, the first of them goes back: as a sequence that was preempted does, whose prefix the host tier loads.
 class HostPlacement final : public Placement {

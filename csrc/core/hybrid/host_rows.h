@@ -39,7 +39,7 @@ struct HostRowsHeader {
   int32_t num_stages;
   int32_t num_rows;    // of the step's rows, the last so many: host rows that end a token
 
-  // Of the step, behind those of its rows.
+  // Tokens that lanes add to the step, behind those of its rows.
   int32_t num_tokens() const { return num_lanes; }
   int32_t num_entries() const { return num_lanes * num_stages; }
 };
@@ -84,12 +84,12 @@ enum class HostAttentionStatus : uint8_t {
   kFailed,  // there is no result
 };
 
-// What those who attend have taken for jobs that are done, all together, and the tokens of context that these saw.
+// The time that the workers took for all jobs that are done, and the tokens of context that these jobs saw.
 struct HostAttentionTimes {
   int64_t busy_ns = 0, tokens = 0;
 };
 
-// Who attends for host rows. A slot has one job at a time. All calls come from the step thread, and none waits.
+// Attention for host rows. A slot has one job at a time. All calls come from the step thread, and none waits.
 class HostAttention {
  public:
   virtual ~HostAttention() = default;
@@ -97,7 +97,7 @@ class HostAttention {
   virtual int32_t num_layers() const = 0;
   // Jobs are taken in the order in which they are posted, so that a worker waits for the mailbox that is filled next.
   virtual void post(const HostAttentionJob& job) = 0;
-  // Of the slot's last job. Once this is not kPending, nothing touches the job's blocks.
+  // Status of the slot's last job. Once it is not kPending, nothing touches the job's blocks.
   virtual HostAttentionStatus poll(int32_t slot) = 0;
   // The slot's job has no use any more. It ends soon, unless a worker hangs in it.
   virtual void cancel(int32_t slot) = 0;

@@ -40,7 +40,7 @@ int32_t BlockManager::take_host_block(bool even_copies) {
   const int32_t host = host_.back().next;
   if (host == num_host_blocks()) return -1;
   HostState& s = host_state(host);
-  // Of a block that may be evicted next: to copy that again in place of another would go on for ever.
+  // A copy of a block that may be evicted next stays: to copy that block again in place of another would go on for ever.
   if (s.block >= 0 && ref_count(s.block) == 0 && !even_copies) return -1;
   if (std::exchange(s.cached, false)) {
     --num_host_cached_;

@@ -30,7 +30,7 @@ class BlockMover {
   virtual int32_t num_host_blocks() const = 0;
   virtual int32_t max_moves() const = 0;  // of one transfer
   virtual size_t block_bytes() const = 0;
-  // Of the pool; a host block is block_bytes() long.
+  // Address in the pool; a host block is block_bytes() long.
   virtual std::byte* host_block(int32_t host) = 0;
   // False: the transfer was refused, and nothing happens.
   virtual bool start(int transfer, std::span<const BlockMove> moves) = 0;

@@ -17,7 +17,7 @@ namespace asyncengine {
 class DiskTier {
  public:
   static constexpr size_t kReads = 4;
-  // Of a read, that the disk has at once: the key of a block takes a microsecond to compute.
+  // Blocks of a read that the disk is handed at once: the key of a block takes a microsecond to compute.
   static constexpr size_t kPendingBlocks = 32;
   // Without a block more, or a write less: the read is given up, and the disk is left alone. A disk that is slow but well has
   // 4 * 32 blocks before a read's first one.
