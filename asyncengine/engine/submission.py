@@ -142,9 +142,12 @@ class Submission:
                 f"({config.max_queued_tokens}) is reached; raise it, or use generate_many, which waits for room"
             )
         if result == SubmitResult.unserved:
-            what, device = ", ".join(asked) or "this kind of request", self._life.model.device
+            what, model = ", ".join(asked) or "this kind of request", self._life.model
             param = asked[0].partition("=")[0] if asked else "params"
-            raise InvalidRequestError(f"{what}: not served on this device ({device}) yet", param=param)
+            where = (
+                "for a model whose layers keep a state" if model.num_state_slots else f"on this device ({model.device})"
+            )
+            raise InvalidRequestError(f"{what}: not served {where} yet", param=param)
         if result == SubmitResult.too_large:  # check_size has checked the tokens
             raise InvalidRequestError("the parameters ask for more than a step has room for", param="params")
         if result != SubmitResult.accepted:

@@ -322,6 +322,16 @@ class CheckedScheduler(TenantModel, HybridModel):
             self.saw["snapshot" if snapshot else "reset" if source < 0 else "restored state"] += 1
         return [target for target in targets if target >= self.limits.max_num_seqs]
 
+    def _check_holders(self) -> None:
+        super()._check_holders()
+        if self.limits.snapshots is None:
+            return
+        stats = self.native.stats
+        written = {state for step in self.flight for state in step.snapshots}
+        forking = sum(len(request.sequences) > 1 for request in self.requests.values())
+        assert stats["num_snapshots"] == self.limits.snapshots >= stats["cached_snapshots"]
+        assert len(written) <= stats["pinned_snapshots"] <= len(written) + forking
+
     def _is_forked(self, row: Row) -> bool:
         """The new sequence begins with blocks of its sibling."""
         s = row.sequence
