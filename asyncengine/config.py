@@ -82,8 +82,8 @@ class EngineConfig:
     loaded, and activations row by row. For families with RMS norms before the blocks and SiLU, as Llama, Mistral, Qwen
     and Phi, in bfloat16."""
     device: str = "auto"
-    """Device that runs the model: cpu, or a GPU by its number, as in cuda:1; cuda is cuda:0. auto takes cuda:0 if there
-    is a GPU."""
+    """Device that runs the model. It is cpu, or a GPU by its number, as in cuda:1; cuda is cuda:0. auto takes cuda:0 if
+    there is a GPU."""
     seed: int = 0
     """Seed of dummy weights and of the seeds drawn for requests that bring none."""
 

@@ -261,7 +261,7 @@ async def test_what_the_core_refuses_is_the_requests_fault(
         def __init__(self, step_loop: _core.StepLoop) -> None:
             self._step_loop = step_loop
 
-        def submit(self, **_: object) -> _core.SubmitResult:
+        def submit(self, _: _core.RequestSpec) -> _core.SubmitResult:
             return getattr(_core.SubmitResult, result)
 
         def __getattr__(self, name: str) -> Any:
