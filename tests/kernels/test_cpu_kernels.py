@@ -274,22 +274,6 @@ def test_add_norm_updates_the_residual(ops: CpuOps, dtype: torch.dtype) -> None:
     assert_same(residual, expected)
 
 
-@pytest.mark.parametrize("width", [8, 50])
-def test_an_rms_norm_with_a_weight_in_float32(ops: CpuOps, dtype: torch.dtype, width: int) -> None:
-    """The weight is not rounded: the result is that of float32 rows, rounded once."""
-    x, weight = random(5, width, dtype=dtype), 1 + random(width, seed=1) / 100
-    exact = ops.norm(x.float(), Norm(weight, None, 1e-6)).to(dtype)
-    assert_same(ops.norm(x, Norm(weight, None, 1e-6)), exact)
-    handle = ops.make_linear([dense(torch.eye(width, dtype=dtype))], [None])
-    assert_same(ops.norm_linear(Residual(x.clone()), Norm(weight, None, 1e-6), handle, NO_STEP), exact)
-    heads = x.view(5, 1, width).clone()
-    ops.head_rms_norm_(heads, weight, 1e-6)
-    assert_same(heads.view(5, width), exact)
-    if dtype != torch.float32:
-        with pytest.raises(ValueError, match="weight must be contiguous"):
-            ops.norm(x, Norm(weight, weight, 1e-6))
-
-
 def test_activations_over_the_whole_range(ops: CpuOps) -> None:
     special = torch.tensor([0.0, -0.0, 1e-30, 1e-38, 3e38, -3e38])
     x = torch.cat((torch.linspace(-105, 105, 4001), special))[None]

@@ -168,3 +168,22 @@ def test_a_decoder_of_sandwich_norms(ops: BaseOps, dtype: torch.dtype) -> None:
     model = Decoder(ops, layers, embedding=embedding, norm=last, head=embedding, embedding_scale=5.5, logit_softcap=2.0)
     got = model.forward(prompt(ids), [empty_cache(len(ids), dtype) for _ in layers])
     assert (got.double() - logits).abs().max() < (1e-5 if dtype == torch.float32 else 0.1)
+
+
+def test_an_rms_norm_with_a_weight_in_float32(ops: BaseOps, dtype: torch.dtype) -> None:
+    """The weight is not rounded: the result is that of float32 rows, rounded once."""
+    x, weight = random(5, HIDDEN, dtype=dtype, seed=1), 1 + random(HIDDEN, dtype=torch.float32, seed=2, std=0.01)
+    norm = Norm(weight, None, 1e-6)
+    exact = ops.norm(x.float(), norm).to(dtype)
+    assert torch.equal(ops.norm(x, norm), exact)
+    handle = ops.make_linear([dense(torch.eye(HIDDEN, dtype=dtype))], [None])
+    assert torch.equal(ops.norm_linear(Residual(x.clone()), norm, handle, NO_STEP), exact)
+    heads = x.view(5, 1, HIDDEN).clone()
+    ops.head_rms_norm_(heads, weight, 1e-6)
+    assert torch.equal(heads.view(5, HIDDEN), exact)
+
+
+def test_a_layer_norm_has_its_weight_in_the_dtype_of_its_rows() -> None:
+    weight = torch.ones(HIDDEN)
+    with pytest.raises(ValueError, match="weight must be contiguous"):
+        CpuOps(1).norm(random(5, HIDDEN, dtype=torch.bfloat16, seed=1), Norm(weight, weight, 1e-6))
