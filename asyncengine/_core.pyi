@@ -158,6 +158,9 @@ class StepBatch:
     def slots(self) -> npt.NDArray[np.int32]:
         """[R] slot of the row's sequence, by which layers keep states."""
     @property
+    def adapters(self) -> npt.NDArray[np.int32]:
+        """[R] adapter of the row's sequence (EntryKind.adapter), 0 for none. [0] if no slot ever had one."""
+    @property
     def sample_index(self) -> npt.NDArray[np.int64]:
         """[S] tokens whose logits are wanted."""
     means: Final[list[tuple[int, int, int]]]

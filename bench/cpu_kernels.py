@@ -65,6 +65,7 @@ def cycle(items: list[T]) -> Iterator[T]:
 
 
 def bench_linear(ops: CpuOps, repeats: int, batches: list[int], shapes: list[str]) -> Iterator[dict[str, object]]:
+    step, _ = attention_batch(1, 0, 1, 16)
     for dtype in (torch.float32, torch.bfloat16):
         for shape in shapes:
             n, k = GPT2_SHAPES[shape]
@@ -76,7 +77,7 @@ def bench_linear(ops: CpuOps, repeats: int, batches: list[int], shapes: list[str
                 x = torch.randn(m, k).to(dtype)
                 seconds = interleave(
                     {
-                        "ours": partial(following, partial(ops.linear, x), handles),
+                        "ours": partial(following, partial(ops.multiply, x, batch=step), handles),
                         "torch": partial(following, partial(F.linear, x), weights),
                     },
                     repeats,

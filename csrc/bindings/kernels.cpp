@@ -98,6 +98,12 @@ void bind_step_batch(py::module_& m) {
       .def_property_readonly("query_start", array_property(&StepBatch::query_start, &StepBatch::num_rows, 1))
       .def_property_readonly("context_len", array_property(&StepBatch::context_len, &StepBatch::num_rows))
       .def_property_readonly("slots", array_property(&StepBatch::slots, &StepBatch::num_rows))
+      .def_property_readonly("adapters",
+                             [](const py::object& owner) {
+                               auto& batch = owner.cast<StepBatch&>();
+                               return py::array_t<int32_t>(static_cast<py::ssize_t>(batch.adapters.size()), batch.adapters.data(),
+                                                           owner);
+                             })
       .def_property_readonly("sample_index", array_property(&StepBatch::sample_index, &StepBatch::num_samples))
       .def_property_readonly("means",
                              [](const StepBatch& batch) {

@@ -82,6 +82,7 @@ struct StepBatch {
   std::vector<int32_t> context_len;          // tokens of KV that precede the query
   std::vector<int32_t> slots;                // where the row's sequence has its state
   std::vector<const int32_t*> block_tables;  // block ids of the row's sequence, by position / block_size
+  std::vector<int32_t> adapters;             // of the row's sequence, 0: none; empty if no slot ever had one
 
   // One entry per sample.
   std::vector<int64_t> sample_index;  // token whose hidden state gives the logits

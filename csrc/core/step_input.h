@@ -70,7 +70,7 @@ enum EntryKind : uint32_t {
   kBias = 2,           // pairs: token, bits of what is added to its logit; no token twice
   kBannedWords = 3,    // of each word its length, then its tokens
   kGrammar = 4,
-  kAdapter = 5,
+  kAdapter = 5,        // number of the weights' adapter, at least 1
   kParameters = 6,     // SlotParameters
   kEndTokens = 7,      // tokens that may not come among the first min_tokens of the output
   kAllowedTokens = 8,  // a bit per token of the vocabulary, 32 a word from the lowest

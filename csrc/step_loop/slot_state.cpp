@@ -14,7 +14,8 @@ SlotState::SlotState(const StepLimits& limits, int32_t max_blocks, int32_t block
       drafts_(static_cast<size_t>(limits.max_rows) * max_drafts_, 0),
       tables_(static_cast<size_t>(limits.max_rows) * static_cast<size_t>(max_blocks), -1),
       sampling_(static_cast<size_t>(limits.max_rows)),
-      needs_(static_cast<size_t>(limits.max_rows), 0) {
+      needs_(static_cast<size_t>(limits.max_rows), 0),
+      adapters_(static_cast<size_t>(limits.max_rows), 0) {
   const auto tokens = static_cast<size_t>(limits.max_tokens), rows = static_cast<size_t>(limits.max_rows);
   const auto samples = static_cast<size_t>(limits.samples());
   batch_.input_ids.reserve(tokens);
@@ -24,6 +25,7 @@ SlotState::SlotState(const StepLimits& limits, int32_t max_blocks, int32_t block
   batch_.context_len.reserve(rows);
   batch_.slots.reserve(rows);
   batch_.block_tables.reserve(rows);
+  batch_.adapters.reserve(rows);
   batch_.sample_index.reserve(samples);
   batch_.samples.reserve(samples);
   batch_.means.reserve(rows);
@@ -36,7 +38,9 @@ StepBatch& SlotState::ingest(const StepInputView& input, std::span<int32_t> reco
   for (const SlotUpdate& u : input.slot_updates()) {
     sampling_[static_cast<size_t>(u.slot)] = {u.temperature, u.top_p, u.min_p, u.top_k, uint64_t{u.seed_high} << 32 | u.seed_low};
     needs_[static_cast<size_t>(u.slot)] = u.needs;
-    if (u.entry_words > 0) b.entries.push_back({u.slot, input.entries(u)});
+    const std::span<const int32_t> entries = input.entries(u);
+    if (!entries.empty() || has_adapters_) take_adapter(u.slot, entries);
+    if (!entries.empty()) b.entries.push_back({u.slot, entries});
   }
   std::ranges::fill(records.first(std::min(records.size(), static_cast<size_t>(input.header().num_result_words))), 0);
 
@@ -51,6 +55,7 @@ StepBatch& SlotState::ingest(const StepInputView& input, std::span<int32_t> reco
   b.context_len.clear();
   b.slots.clear();
   b.block_tables.clear();
+  b.adapters.clear();
   b.sample_index.clear();
   b.samples.clear();
   b.means.clear();
@@ -60,6 +65,14 @@ StepBatch& SlotState::ingest(const StepInputView& input, std::span<int32_t> reco
   }
   add_host_rows(input);
   return b;
+}
+
+void SlotState::take_adapter(int32_t slot, std::span<const int32_t> entries) {
+  int32_t& adapter = adapters_[static_cast<size_t>(slot)] = 0;
+  for_each_entry(entries, [&](uint32_t kind, std::span<const int32_t> words) {
+    if (kind == kAdapter && !words.empty()) adapter = words[0];
+  });
+  has_adapters_ |= adapter != 0;
 }
 
 // Tokens that rows on the host share. Which row has which token changes from layer to layer, and with it the position.
@@ -107,6 +120,7 @@ void SlotState::add_row(const StepInputView& input, const StepInputRow& row) {
   b.context_len.push_back(context);
   b.slots.push_back(row.slot);
   b.block_tables.push_back(blocks);
+  if (has_adapters_) b.adapters.push_back(adapters_[slot]);
 }
 
 void SlotState::add_samples(const StepInputView& input, const StepInputRow& row, std::span<int32_t> records) {

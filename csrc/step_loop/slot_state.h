@@ -34,6 +34,7 @@ class SlotState {
   void add_row(const StepInputView& input, const StepInputRow& row);
   void add_samples(const StepInputView& input, const StepInputRow& row, std::span<int32_t> records);
   void add_host_rows(const StepInputView& input);
+  void take_adapter(int32_t slot, std::span<const int32_t> entries);
   int32_t* table(int32_t slot) { return tables_.data() + int64_t{slot} * max_blocks_; }
 
   int32_t max_blocks_, block_size_;
@@ -44,6 +45,8 @@ class SlotState {
   std::vector<int32_t> tables_;
   std::vector<SamplingState> sampling_;
   std::vector<Needs> needs_;
+  std::vector<int32_t> adapters_;
+  bool has_adapters_ = false;  // a slot has or had one
   StepBatch batch_;
 };
 

@@ -73,8 +73,8 @@ def test_linear(ops: CpuOps, dtype: torch.dtype, rows: int, k: int) -> None:
     for w, b in zip(weights, biases, strict=True):
         expected.append(F.linear(x.double(), w.double(), None if b is None else b.double()))
         scale.append(x.double().abs() @ w.double().abs().T)
-    assert_near(ops.multiply(x, handle), torch.cat(expected, 1), torch.cat(scale, 1))
-    logits = ops.multiply(x, handle, out_dtype=torch.float32)
+    assert_near(ops.multiply(x, handle, NO_STEP), torch.cat(expected, 1), torch.cat(scale, 1))
+    logits = ops.multiply(x, handle, NO_STEP, out_dtype=torch.float32)
     assert logits.dtype == torch.float32
     assert_near(logits, torch.cat(expected, 1), torch.cat(scale, 1))
 
@@ -88,7 +88,7 @@ def test_linear_of_transposed_weights_is_the_same(ops: CpuOps, dtype: torch.dtyp
     plain = ops.make_linear([dense(w.T.contiguous()) for w in stored], biases)
     panels = ops.make_linear([dense(w.T) for w in stored], biases)
     for out_dtype in (dtype, torch.float32):
-        assert_same(ops.multiply(x, panels, out_dtype), ops.multiply(x, plain, out_dtype))
+        assert_same(ops.multiply(x, panels, NO_STEP, out_dtype), ops.multiply(x, plain, NO_STEP, out_dtype))
 
 
 @pytest.mark.parametrize("k", [1, 64, 769])
@@ -101,7 +101,8 @@ def test_embedding_that_is_the_head_too(ops: CpuOps, dtype: torch.dtype, k: int,
     assert_same(ops.embed(batch, embedding).x, table[ids])
     assert_same(ops.embed(batch, embedding, positions).x, table[ids] + positions[places])
     x = random(16, k, dtype=dtype, seed=9)
-    assert_same(ops.multiply(x, embedding, torch.float32), ops.multiply(x, ops.make_head(dense(table)), torch.float32))
+    head = ops.make_head(dense(table))
+    assert_same(*(ops.multiply(x, handle, NO_STEP, torch.float32) for handle in (embedding, head)))
 
 
 @pytest.mark.parametrize("k", [33, 768, 2050])
@@ -110,12 +111,12 @@ def test_linear_does_not_depend_on_batch_or_threads(ops: CpuOps, dtype: torch.dt
     biases = [random(101, dtype=dtype, seed=3), None]
     x = random(300, k, dtype=dtype, seed=4)
     handle = ops.make_linear([dense(w) for w in weights], biases)
-    alone = torch.cat([ops.multiply(x[i : i + 1], handle) for i in range(300)])
+    alone = torch.cat([ops.multiply(x[i : i + 1], handle, NO_STEP) for i in range(300)])
     for threads in (1, 2, 3):
         other = make_ops(ops.isa, threads)
         for rows in (2, 3, 4, 5, 8, 16, 31, 64, 129, 300):
             start = (37 * rows) % (301 - rows)
-            assert_same(other.multiply(x[start : start + rows], handle), alone[start : start + rows])
+            assert_same(other.multiply(x[start : start + rows], handle, NO_STEP), alone[start : start + rows])
 
 
 @pytest.mark.parametrize("rows", [1, 16, 40])
@@ -130,7 +131,7 @@ def test_norm_linear_is_all_its_parts(
     x, pending = random(rows, 48, dtype=dtype, seed=2), random(rows, 48, dtype=dtype, seed=3)
 
     def parts(x: Tensor, residual: Tensor | None) -> Tensor:
-        y = ops.multiply(ops.norm(x, norm, residual), handle)
+        y = ops.multiply(ops.norm(x, norm, residual), handle, NO_STEP)
         return y if activation is None else ops.activate(y, activation)
 
     residual = Residual(x.clone())
@@ -151,7 +152,7 @@ def test_what_an_operation_returned_is_read_like_any_tensor(ops: CpuOps, dtype: 
         x = random(rows, 48, dtype=dtype, seed=rows)
         residual = Residual(x.clone())
         inner = ops.norm_linear(residual, norm, up, NO_STEP)
-        expected = ops.multiply(ops.multiply(ops.norm(x, norm), up), down)
+        expected = ops.multiply(ops.multiply(ops.norm(x, norm), up, NO_STEP), down, NO_STEP)
         for read in (inner, inner.clone(), inner):
             residual.pending = None
             ops.linear_add_(read, down, residual, NO_STEP)
@@ -174,10 +175,10 @@ def test_bfloat16_of_every_size_is_summed_in_order(ops: CpuOps) -> None:
     weight = (random(k, 70, seed=1) * scales.flip(0)[torch.arange(k) % 25, None]).bfloat16()
     for w in (weight.T, weight.T.contiguous()):
         handle = ops.make_linear([dense(w)], [None])
-        whole = ops.multiply(x, handle, torch.float32)
+        whole = ops.multiply(x, handle, NO_STEP, torch.float32)
         assert_near(whole, x.double() @ weight.double(), x.double().abs() @ weight.double().abs())
         for rows in range(1, 36):
-            assert_same(ops.multiply(x[:rows], handle, torch.float32), whole[:rows])
+            assert_same(ops.multiply(x[:rows], handle, NO_STEP, torch.float32), whole[:rows])
 
 
 def test_linear_reads_nothing_outside_its_rows(ops: CpuOps, dtype: torch.dtype) -> None:
@@ -190,7 +191,7 @@ def test_linear_reads_nothing_outside_its_rows(ops: CpuOps, dtype: torch.dtype) 
         padded[1:-1] = random(rows, k, dtype=dtype)
         handle = ops.make_linear([dense(padded[1:-1])], [None])
         for count in (1, 4, 16, 23, 40):
-            y = ops.multiply(x[:count], handle)
+            y = ops.multiply(x[:count], handle, NO_STEP)
             assert_near(y, x[:count].double() @ padded[1:-1].double().T, 100.0)
 
 
@@ -468,9 +469,9 @@ def test_a_nan_in_sight_is_not_hidden(ops: CpuOps) -> None:
 def test_wrong_arguments_raise(ops: CpuOps) -> None:
     handle = ops.make_linear([dense(random(4, 8))], [None])
     with pytest.raises(ValueError, match=r"\[tokens, 8\]"):
-        ops.multiply(random(2, 9), handle)
+        ops.multiply(random(2, 9), handle, NO_STEP)
     with pytest.raises(ValueError, match="contiguous"):
-        ops.multiply(random(8, 2).T, handle)
+        ops.multiply(random(8, 2).T, handle, NO_STEP)
     caches = torch.zeros(2, 2, 8, 16), torch.zeros(2, 2, 16, 8)
     batch = _core.StepBatch([0], [0], [0], [0, 1], [0], [[0]], [0])
     with pytest.raises(ValueError, match="heads must be"):

@@ -77,7 +77,7 @@ class BaseOps(Ops[StepBatch, Residual, HandleT]):
         return experts.make_experts(self.make_linear, up, down, activation)
 
     @abstractmethod
-    def multiply(self, x: Tensor, handle: HandleT, out_dtype: torch.dtype | None = None) -> Tensor:
+    def multiply(self, x: Tensor, handle: HandleT, batch: StepBatch, out_dtype: torch.dtype | None = None) -> Tensor:
         """x [M, K] times every weight of the handle, transposed, side by side: [M, N]."""
 
     @abstractmethod
@@ -120,26 +120,26 @@ class BaseOps(Ops[StepBatch, Residual, HandleT]):
         activation: Activation | None = None,
     ) -> Tensor:
         x = self.plain(residual, batch) if norm is None else self.normed(residual, norm, batch)
-        y = self.multiply(x, handle)
+        y = self.multiply(x, handle, batch)
         return y if activation is None else self.activate(y, activation)
 
     def linear_add_(
         self, x: Tensor, handle: HandleT, residual: Residual, batch: StepBatch, norm: Norm | None = None
     ) -> None:
         self.plain(residual, batch)  # the product may be written where the one that is pending lies
-        self.add_(self.multiply(x, handle), residual, batch, norm)
+        self.add_(self.multiply(x, handle, batch), residual, batch, norm)
 
     def normed(self, residual: Residual, norm: Norm, batch: StepBatch) -> Tensor:
         pending, residual.pending = residual.pending, None
         return self.norm(residual.x, norm) if pending is None else self.norm(pending, norm, residual.x)
 
     def linear(self, x: Tensor, handle: HandleT, batch: StepBatch) -> Tensor:
-        return self.multiply(x, handle)
+        return self.multiply(x, handle, batch)
 
     def experts(self, x: Tensor, routing: Routing, handle: Experts[HandleT], batch: StepBatch) -> Tensor:
         def block(index: int, rows: Tensor) -> Tensor:
-            inner = self.activate(self.multiply(rows, handle.up[index]), handle.activation)
-            return self.multiply(inner, handle.down[index])
+            inner = self.activate(self.multiply(rows, handle.up[index], batch), handle.activation)
+            return self.multiply(inner, handle.down[index], batch)
 
         return experts.mix_rows(x, routing, block)
 
@@ -232,7 +232,7 @@ class BaseOps(Ops[StepBatch, Residual, HandleT]):
 
     def _logits(self, residual: Residual, norm: Norm, handle: HandleT, batch: StepBatch) -> Tensor:
         """Logits of every token of the residual, float32."""
-        return self.multiply(self.normed(residual, norm, batch), handle, torch.float32)
+        return self.multiply(self.normed(residual, norm, batch), handle, batch, torch.float32)
 
     def _sampled(self, residual: Residual, batch: StepBatch) -> Residual:
         """``sampled``, unless ``keep_sampled`` has left no others."""

@@ -130,7 +130,11 @@ class CpuOps(BaseOps[CpuLinearHandle | UnpackedHandle]):
         return Residual(result.tensor)
 
     def multiply(
-        self, x: Tensor, handle: CpuLinearHandle | UnpackedHandle, out_dtype: torch.dtype | None = None
+        self,
+        x: Tensor,
+        handle: CpuLinearHandle | UnpackedHandle,
+        batch: StepBatch,
+        out_dtype: torch.dtype | None = None,
     ) -> Tensor:
         """x [M, K] (rows may be strided) -> [M, ΣN_i] in x's dtype, or in float32 if out_dtype says so."""
         out_dtype = out_dtype or x.dtype
@@ -139,7 +143,7 @@ class CpuOps(BaseOps[CpuLinearHandle | UnpackedHandle]):
             raise ValueError(f"out_dtype must be {x.dtype} or torch.float32, got {out_dtype}")
         y = self._results.empty((x.shape[0], handle.out_features), out_dtype)
         if isinstance(handle, UnpackedHandle):
-            handle.form.launch(self._native, handle.weights, handle.biases, x, y)
+            handle.form.launch(self._native, handle.weights, handle.biases, x, y, batch)
             return y
         in_float32 = out_dtype == torch.float32
         self._native.linear(handle.native, x.data_ptr(), x.stride(0), x.shape[0], y.data_ptr(), in_float32)

@@ -47,7 +47,9 @@ class ReferenceOps(BaseOps[ReferenceLinear]):
             x += F.embedding(torch.from_numpy(batch.positions), position_table)
         return Residual(x)
 
-    def multiply(self, x: Tensor, handle: ReferenceLinear, out_dtype: torch.dtype | None = None) -> Tensor:
+    def multiply(
+        self, x: Tensor, handle: ReferenceLinear, batch: StepBatch, out_dtype: torch.dtype | None = None
+    ) -> Tensor:
         wanted = out_dtype or x.dtype
         x = handle.form.operand(x)
         dtype = torch.promote_types(x.dtype, wanted)

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from asyncengine._core import CpuKernels, CpuLinear
+from asyncengine._core import CpuKernels, CpuLinear, StepBatch
 from asyncengine.kernels.cpu.checks import check, native_dtype
 from asyncengine.kernels.cpu.linear.panels import Panels, is_transposed
 from asyncengine.kernels.weight import PackedWeight
@@ -51,11 +51,12 @@ class Format(ABC):
 
     def launch(
         self, kernels: CpuKernels, weights: Sequence[PackedWeight], biases: Sequence[Tensor | None], x: Tensor,
-        out: Tensor,
+        out: Tensor, batch: StepBatch,
     ) -> None:  # fmt: skip
         """out [M, N] = x [M, K] times weights that ``pack`` does not pack, transposed, side by side, plus the biases.
 
-        An element of the result does not depend on the other rows of x.
+        x has the rows of a residual in the step ``batch``, which may differ in their adapters. An element of the result
+        does not depend on the other rows of x.
         """
         rows = self.operand(x).float().contiguous()
         matrices = [self.unpack(weight).float().contiguous() for weight in weights]
