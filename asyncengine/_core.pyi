@@ -622,10 +622,8 @@ class StepRecord(NamedTuple):
 
     step: int = 0
     begun_ns: int = 0  # scheduling began
-    packed_ns: int = 0
-    """The step was scheduled and packed, and the launch began."""
-    launched_ns: int = 0
-    """The launch returned. The device runs the step from then on, or once the step before is over."""
+    packed_ns: int = 0  # the step was scheduled and packed, and the launch began
+    launched_ns: int = 0  # the launch returned; the device runs the step from then on, or once the step before is over
     ready_ns: int = 0  # the step thread saw that the device was done
     committed_ns: int = 0
     """The step's tokens were taken in, and offered to the event loop."""
