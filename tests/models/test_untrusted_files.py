@@ -273,10 +273,10 @@ values = st.recursive(
 ROPE_KEYS = [
     "rope_type", "type", "rope_theta", "factor", "original_max_position_embeddings", "low_freq_factor",
     "high_freq_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "attention_factor", "truncate",
-    "partial_rotary_factor",
+    "partial_rotary_factor", "short_factor", "long_factor", "llama_4_scaling_beta",
 ]  # fmt: skip
 rope_values = st.fixed_dictionaries(
-    {"rope_type": st.sampled_from(["default", "linear", "dynamic", "llama3", "yarn"])},
+    {"rope_type": st.sampled_from(["default", "linear", "dynamic", "llama3", "yarn", "longrope"])},
     optional=dict.fromkeys(ROPE_KEYS[2:], values),
 )
 

@@ -25,14 +25,30 @@ KEYS = (
     "mlp_bias", "scale_attn_weights", "scale_attn_by_inverse_layer_idx", "add_cross_attention", "sliding_window",
     "use_sliding_window", "max_window_layers", "layer_types", "rope_theta", "rope_scaling", "rope_parameters",
     "partial_rotary_factor", "original_max_position_embeddings", "eos_token_id", "dtype", "torch_dtype",
-    "model_type", "is_causal", "per_layer_config",
+    "model_type", "is_causal", "per_layer_config", "hidden_activation", "query_pre_attn_scalar",
+    "sliding_window_pattern", "attn_logit_softcapping", "final_logit_softcapping", "use_bidirectional_attention",
+    "rope_local_base_freq", "no_rope_layers", "no_rope_layer_interval", "attention_out_bias",
+    "layer_norm_eps", "logit_scale", "logits_scaling",
+    "residual_multiplier", "embedding_multiplier", "attention_multiplier", "text_config",
 )  # fmt: skip
 ROPE_KEYS = (
     "rope_type", "type", "rope_theta", "factor", "original_max_position_embeddings", "low_freq_factor",
     "high_freq_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "attention_factor", "truncate",
-    "partial_rotary_factor",
+    "partial_rotary_factor", "short_factor", "long_factor", "llama_4_scaling_beta", "full_attention",
+    "sliding_attention",
 )  # fmt: skip
-WORDS = ("default", "linear", "dynamic", "llama3", "yarn", "silu", "gelu", "full_attention", "sliding_attention")
+WORDS = (
+    "default",
+    "linear",
+    "dynamic",
+    "llama3",
+    "yarn",
+    "longrope",
+    "silu",
+    "gelu",
+    "full_attention",
+    "sliding_attention",
+)
 
 DIRECTORY = scratch_directory()
 
