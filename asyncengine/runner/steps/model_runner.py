@@ -183,7 +183,7 @@ def _check_layers(config: EngineConfig, architecture: str, model: ModelConfig, o
                 f"some layers of {architecture} keep a state, which disk_kv_path does not: a prefix from the disk is "
                 "of no use without it"
             )
-    if config.kv_cache_dtype == "fp8" and not model.has_alike_layers:
+    if config.float8_cache and not model.has_alike_layers:
         raise ConfigError(
             f"kv_cache_dtype=fp8 needs layers that all keep keys and values of one shape, and those of {architecture} "
             "do not"
