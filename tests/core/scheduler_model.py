@@ -339,7 +339,8 @@ class CheckedScheduler(TenantModel, HybridModel):
         if self.limits.snapshots is not None:
             shared = last // BLOCK_SIZE
             first = s.request.sequences[0]
-            shares = first.state is State.RUNNING and row.blocks[:shared] == first.blocks[:shared]
+            pairs = zip(row.blocks[:shared], first.blocks, strict=False)  # its own window may be behind the sibling's
+            shares = first.state is State.RUNNING and all(mine in (-1, other) for mine, other in pairs)
             return s.index > 0 and row.context_len == shared * BLOCK_SIZE > 0 and shares
         return s.index > 0 and row.context_len == last
 
