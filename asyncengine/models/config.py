@@ -28,7 +28,8 @@ _HIGHEST = {
     **dict.fromkeys(("num_hidden_layers", "n_layer"), 1 << 12),
     **dict.fromkeys(("num_attention_heads", "num_key_value_heads", "n_head", "head_dim"), 1 << 12),
     **dict.fromkeys(("hidden_size", "n_embd"), 1 << 17),
-    **dict.fromkeys(("intermediate_size", "n_inner"), 1 << 20),
+    **dict.fromkeys(("intermediate_size", "n_inner", "moe_intermediate_size"), 1 << 20),
+    **dict.fromkeys(("num_experts", "num_experts_per_tok", "decoder_sparse_step"), 1 << 12),
     "vocab_size": 1 << 22,
     **dict.fromkeys(("max_position_embeddings", "n_positions", "original_max_position_embeddings"), MAX_POSITIONS),
     "sliding_window": 2**31 - 1,
@@ -175,6 +176,20 @@ class QueryGrowth(NamedTuple):
     positions: int
 
 
+class Mixture(NamedTuple):
+    """Experts of a mixture, and the layers that have it in place of one feed-forward block."""
+
+    num_experts: int
+    top_k: int
+    """Experts that compute a token."""
+    intermediate_size: int
+    """Inner size of an expert."""
+    sums_to_one: bool
+    """The weights of a token's experts are divided by their sum."""
+    layers: tuple[bool, ...]
+    """True for each layer with a mixture."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
     """The shape of a model, the same for every family."""
@@ -198,6 +213,7 @@ class ModelConfig:
     layer_ropes: tuple[RopeConfig | None, ...]
     """Rotary positions of each layer; None: its queries and keys are not rotated."""
     query_growth: QueryGrowth | None = None
+    mixture: Mixture | None = None
     qkv_bias: bool = False
     output_bias: bool = False
     mlp_bias: bool = False

@@ -110,8 +110,8 @@ class LayerWeights:
     def __init__(self, config: ModelConfig, index: int, weights: WeightSource, ops: ModelOps) -> None:
         self.config = config
         self.index = index
-        self._weights = weights
-        self._ops = ops
+        self.weights = weights
+        self.ops = ops
 
     def linear(
         self,
@@ -135,13 +135,13 @@ class LayerWeights:
             module = f"model.layers.{self.index}.{block}.{fused or name}_proj"
             rows = (first, first + size) if fused else None
             how: Any = {"cut": cut, "rows": rows, "order": None if name == "v" else order}
-            matrices.append(self._weights.weight(module, total if fused else size, in_size, **how))
-            biases.append(self._weights.bias(module, total if fused else size, **how) if bias else None)
+            matrices.append(self.weights.weight(module, total if fused else size, in_size, **how))
+            biases.append(self.weights.bias(module, total if fused else size, **how) if bias else None)
             first += size
-        return self._ops.make_linear(matrices, biases)
+        return self.ops.make_linear(matrices, biases)
 
     def norm(self, name: str, size: int) -> Norm:
-        return make_norm(self.config, self._weights.tensor(f"model.layers.{self.index}.{name}.weight", size))
+        return make_norm(self.config, self.weights.tensor(f"model.layers.{self.index}.{name}.weight", size))
 
     def block_norm(self, name: str | None) -> Norm | None:
         """A norm of the residual, or of what is added to it; None if the layer has none there."""

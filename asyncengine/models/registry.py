@@ -27,6 +27,7 @@ from asyncengine.models import (
     phi3,
     qwen2,
     qwen3,
+    qwen3_moe,
     seed_oss,
     smollm3,
 )
@@ -70,6 +71,9 @@ FAMILIES = {
     "MinistralForCausalLM": Family(mistral.read_config, mistral.MistralForCausalLM, ("mistral", "ministral")),
     "Qwen2ForCausalLM": Family(qwen2.read_config, qwen2.Qwen2ForCausalLM, ("qwen2",)),
     "Qwen3ForCausalLM": Family(qwen3.read_config, qwen3.Qwen3ForCausalLM, ("qwen3",)),
+    "Qwen3MoeForCausalLM": Family(
+        qwen3_moe.read_config, qwen3_moe.Qwen3MoeForCausalLM, ("qwen3_moe",), quantizable=False
+    ),
     "Gemma2ForCausalLM": Family(gemma2.read_config, gemma2.Gemma2ForCausalLM, ("gemma2",), quantizable=False),
     "Gemma3ForCausalLM": Family(gemma3.read_config, gemma3.Gemma3ForCausalLM, ("gemma3_text",), quantizable=False),
     "Phi3ForCausalLM": Family(phi3.read_config, phi3.Phi3ForCausalLM, ("phi3",)),
@@ -141,6 +145,7 @@ for _name, _causal in (
     ("Ministral", "MinistralForCausalLM"),
     ("Qwen2", "Qwen2ForCausalLM"),
     ("Qwen3", "Qwen3ForCausalLM"),
+    ("Qwen3Moe", "Qwen3MoeForCausalLM"),
     ("Gemma2", "Gemma2ForCausalLM"),
     ("Gemma3Text", "Gemma3ForCausalLM"),
     ("Gemma3", "Gemma3ForConditionalGeneration"),

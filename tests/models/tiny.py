@@ -95,6 +95,19 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
             "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
         },
     ),
+    "qwen3-moe": (
+        "Qwen3Moe",
+        DECODER | {"head_dim": 16, "num_local_experts": 7, "num_experts_per_tok": 3, "moe_intermediate_size": 40},
+    ),
+    "qwen3-moe-window-biased": (
+        "Qwen3Moe",
+        DECODER
+        | {
+            "num_hidden_layers": 4, "num_local_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 24,
+            "norm_topk_prob": True, "decoder_sparse_step": 2, "mlp_only_layers": [3], "attention_bias": True,
+            "use_sliding_window": True, "sliding_window": 6, "tie_word_embeddings": True,
+        },
+    ),
     "gemma2": ("Gemma2", GEMMA | {"attn_logit_softcapping": 4.0, "final_logit_softcapping": 9.0}),
     "gemma2-uncapped-biased": (
         "Gemma2",

@@ -109,7 +109,7 @@ def mixed_jobs() -> Jobs:
 
 
 @pytest.mark.parametrize(
-    "variant", tiny.VARIANTS if GPU else ["gpt2", "qwen3-window-biased", "ministral3", "olmo2", "cohere2"]
+    "variant", tiny.VARIANTS if GPU else ["gpt2", "qwen3-window-biased", "ministral3", "olmo2", "cohere2", "qwen3-moe"]
 )
 def test_tokens_equal_transformers(checkpoint, variant):
     path, model = checkpoint(variant)
