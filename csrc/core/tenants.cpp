@@ -45,7 +45,7 @@ void FairQueue::place(Tenant& tenant) {
     const bool above = tenant.held > share_;
     num_above_ += above - tenant.above;
     tenant.above = above;
-    if (tenant.wanted > 0 && tenant.blocks + tenant.wanted <= block_share()) tenant.wanted = 0;
+    if (!shared() || tenant.blocks + tenant.wanted <= block_share()) tenant.wanted = 0;
   }
   if (tenant.queued) heap(tenant).remove(&tenant);
   tenant.queued = !tenant.waiting.empty();
@@ -76,11 +76,12 @@ void FairQueue::leave(const Request& request) {
   share_again();
 }
 
-// With more tenants than slots the share stays one: this walks over no more of them than that.
+// With more tenants than slots the share stays one: this walks over no more of them than that. A tenant that is alone again
+// steps back for nobody.
 void FairQueue::share_again() {
   const auto count = static_cast<int32_t>(std::max<size_t>(1, tenants_.size()));
   const int32_t share = std::max(1, num_slots_ / count);
-  if (share == share_) return;
+  if (share == share_ && count > 1) return;
   share_ = share;
   for (Tenant* tenant : tenants_) place(*tenant);
 }

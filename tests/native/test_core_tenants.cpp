@@ -1,5 +1,6 @@
 // Tenants share slots and blocks: whoever holds more than its share gives some back to those that wait, and nobody else does.
 #include <algorithm>
+#include <memory>
 #include <vector>
 
 #include "check.h"
@@ -53,7 +54,36 @@ class TenantBench : public Bench {
   }
 };
 
+std::unique_ptr<Request> request_of(Tenant* tenant, uint64_t number) {
+  auto request = std::make_unique<Request>();
+  request->tenant = tenant;
+  request->sequence_number = number;
+  request->sequences = std::vector<Sequence>(1);
+  request->sequences[0].request = request.get();
+  return request;
+}
+
 }  // namespace
+
+TEST(a_tenant_that_is_alone_again_steps_back_no_more) {
+  for (const int32_t slots : {1, 6}) {  // the share of one slot stays as it is
+    Tenants tenants;
+    FairQueue queue(slots, 9);
+    Tenant& tenant = *tenants.find(1);
+    const auto first = request_of(&tenant, 1), other = request_of(tenants.find(2), 2), later = request_of(nullptr, 3);
+    for (const auto* request : {&first, &other, &later}) queue.enter(**request);
+    queue.push(&first->sequences[0]);
+    queue.push(&later->sequences[0]);
+    queue.step_back(tenant, 100 * Tenant::kBlock);
+    CHECK(&queue.front() == &later->sequences[0]);
+    queue.leave(*other);
+    CHECK(&queue.front() == &first->sequences[0]);
+    queue.remove(&first->sequences[0]);
+    queue.remove(&later->sequences[0]);
+    queue.leave(*later);
+    queue.leave(*first);
+  }
+}
 
 TEST(a_tenant_that_holds_all_slots_gives_one_to_a_short_request) {
   for (const int depth : {1, 2, 3}) {
