@@ -310,7 +310,7 @@ async def test_a_timeout_ends_with_what_is_there() -> None:
 @ROUTES
 async def test_a_timeout_before_the_first_token_is_504(stream: bool) -> None:
     async with (
-        SimulatedEngine(step_latency_us=1000, max_num_seqs=1) as engine,
+        SimulatedEngine(step_latency_us=20_000, max_num_seqs=1) as engine,
         serving(engine) as site,  # type: ignore[arg-type]
     ):
         running = asyncio.create_task(site.post(COMPLETIONS, **SLOW))
