@@ -202,4 +202,41 @@ inline RequestSpec random_spec(std::mt19937& rng, const Options& options, int32_
   return spec;
 }
 
+// Submits random requests to a loop that runs, and checks that each of their sequences gets the tokens of the model.
+inline void check_random_requests(StepLoop& loop, const SimulatedModelConfig& model, const Options& options, std::mt19937& rng,
+                                  uint64_t count, int32_t longest_prompt, int32_t longest_output) {
+  std::map<uint64_t, RequestSpec> specs;
+  std::map<std::pair<uint64_t, int32_t>, std::vector<int32_t>> results;
+  size_t ends = 0, expected_ends = 0;
+  for (uint64_t id = 1; id <= count; ++id) {
+    RequestSpec spec = random_spec(rng, options, longest_prompt, longest_output);
+    spec.id = id;
+    spec.stop_tokens.clear();
+    expected_ends += static_cast<size_t>(spec.n);
+    specs[id] = spec;
+    CHECK(loop.submit(spec) == SubmitResult::kAccepted);
+  }
+  for (int i = 0; i < 3000 && ends < expected_ends; ++i) {
+    pollfd fd{loop.wake_fd(), POLLIN, 0};
+    ::poll(&fd, 1, 10);
+    loop.drain([&](const StepLoop::News& news) {
+      auto& tokens = results[{news.sequence->request->id, news.sequence->index}];
+      tokens.insert(tokens.end(), news.tokens.begin(), news.tokens.end());
+      ends += news.finish == FinishReason::kLength;
+    });
+  }
+  CHECK_EQ(ends, expected_ends);
+  for (const auto& [key, tokens] : results) {
+    const RequestSpec& spec = specs.at(key.first);
+    SamplingState sampling = spec.sampling;
+    sampling.seed += static_cast<uint64_t>(key.second);
+    std::vector<int32_t> all = spec.prompt;
+    for (const int32_t token : tokens) {
+      CHECK_EQ(token, SimulatedModel::next_token(model, all, sampling));
+      all.push_back(token);
+    }
+    CHECK_EQ(tokens.size(), static_cast<size_t>(spec.max_tokens));
+  }
+}
+
 }  // namespace asyncengine::testing

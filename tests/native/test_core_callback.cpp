@@ -74,36 +74,7 @@ TEST(the_host_executor_computes_what_the_device_does) {
                           [&](const StepBatch& batch, int32_t* tokens) { model.forward(batch, tokens); });
     loop->start();
     std::mt19937 rng(static_cast<unsigned>(depth));
-    std::map<uint64_t, RequestSpec> specs;
-    std::map<std::pair<uint64_t, int32_t>, std::vector<int32_t>> results;
-    size_t ends = 0, expected_ends = 0;
-    for (uint64_t id = 1; id <= 150; ++id) {
-      RequestSpec spec = random_spec(rng, options, 60, 30);
-      spec.id = id;
-      spec.stop_tokens.clear();
-      expected_ends += static_cast<size_t>(spec.n);
-      specs[id] = spec;
-      CHECK(loop->submit(spec) == SubmitResult::kAccepted);
-    }
-    CHECK(eventually(*loop, [&] {
-      loop->drain([&](const StepLoop::News& news) {
-        auto& tokens = results[{news.sequence->request->id, news.sequence->index}];
-        tokens.insert(tokens.end(), news.tokens.begin(), news.tokens.end());
-        ends += news.finish == FinishReason::kLength;
-      });
-      return ends == expected_ends;
-    }));
-    for (const auto& [key, tokens] : results) {
-      const RequestSpec& spec = specs.at(key.first);
-      SamplingState sampling = spec.sampling;
-      sampling.seed += static_cast<uint64_t>(key.second);
-      std::vector<int32_t> all = spec.prompt;
-      for (const int32_t token : tokens) {
-        CHECK_EQ(token, SimulatedModel::next_token(model.config, all, sampling));
-        all.push_back(token);
-      }
-      CHECK_EQ(tokens.size(), static_cast<size_t>(spec.max_tokens));
-    }
+    check_random_requests(*loop, model.config, options, rng, 150, 60, 30);
     CHECK(loop->stop(5s));
   }
 }

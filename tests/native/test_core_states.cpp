@@ -16,7 +16,7 @@ namespace {
 using namespace asyncengine;
 using namespace asyncengine::testing;
 
-// What a pool knows, in the order of use.
+// A pool of snapshots as a plain map and a plain queue.
 struct PlainPool {
   struct Snapshot {
     uint64_t chain = 0, step = 0;
@@ -151,42 +151,11 @@ void run_loop(const Options& options, int32_t num_snapshots, unsigned seed) {
   StepLoop loop(config, std::move(executor));
   loop.start();
   std::mt19937 rng(seed);
-  std::map<uint64_t, RequestSpec> specs;
-  std::map<std::pair<uint64_t, int32_t>, std::vector<int32_t>> results;
-  size_t ends = 0, expected_ends = 0;
-  for (uint64_t id = 1; id <= 120; ++id) {
-    RequestSpec spec = random_spec(rng, options, 100, 40);
-    spec.id = id;
-    spec.stop_tokens.clear();
-    expected_ends += static_cast<size_t>(spec.n);
-    specs[id] = spec;
-    CHECK(loop.submit(spec) == SubmitResult::kAccepted);
-  }
-  RequestSpec masked = specs.at(1);
+  RequestSpec masked = random_spec(rng, options, 100, 40);
   masked.id = 1000;
   masked.extras.needs = kNeedMask;
   CHECK(loop.submit(masked) == SubmitResult::kUnserved);
-  for (int i = 0; i < 3000 && ends < expected_ends; ++i) {
-    pollfd fd{loop.wake_fd(), POLLIN, 0};
-    ::poll(&fd, 1, 10);
-    loop.drain([&](const StepLoop::News& news) {
-      auto& tokens = results[{news.sequence->request->id, news.sequence->index}];
-      tokens.insert(tokens.end(), news.tokens.begin(), news.tokens.end());
-      ends += news.finish == FinishReason::kLength;
-    });
-  }
-  CHECK_EQ(ends, expected_ends);
-  for (const auto& [key, tokens] : results) {
-    const RequestSpec& spec = specs.at(key.first);
-    SamplingState sampling = spec.sampling;
-    sampling.seed += static_cast<uint64_t>(key.second);
-    std::vector<int32_t> all = spec.prompt;
-    for (const int32_t token : tokens) {
-      CHECK_EQ(token, SimulatedModel::next_token(model.config, all, sampling));
-      all.push_back(token);
-    }
-    CHECK_EQ(tokens.size(), static_cast<size_t>(spec.max_tokens));
-  }
+  check_random_requests(loop, model.config, options, rng, 120, 100, 40);
   CHECK(loop.stop(5s));
 }
 
