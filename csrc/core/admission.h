@@ -1,4 +1,5 @@
-// Admission chooses the sequence that gets a slot, and finds the part of it that is there already: blocks of the prefix cache, of a sibling, of the host.
+// Admission chooses the sequence that gets a slot, and finds the part of it that is there already: blocks of the prefix cache,
+// of a sibling, of the host.
 #pragma once
 
 #include <cstdint>
