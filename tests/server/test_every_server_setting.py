@@ -132,7 +132,7 @@ async def half_a_body(**config: Any) -> bytes:
     """Return the answer to a body that stays away for a second."""
     async with serving(FakeEngine(), **config) as site:
         reader, writer = await site.connect()
-        writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 14\r\n\r\n{")
+        writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 15\r\n\r\n{")
         asyncio.get_running_loop().call_later(1.0, writer.write, b'"prompt": "x"}')
         status = (await reader.readuntil(b"\r\n")).split()[1]
         writer.close()
