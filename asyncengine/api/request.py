@@ -39,6 +39,11 @@ _FEATURES = (
     "structured_outputs",
     "logits_processor",
 )
+_NEUTRAL: dict[str, Any] = dict.fromkeys(_FEATURES, 0) | {
+    "repetition_penalty": 1.0,
+    **dict.fromkeys(("allowed_token_ids", "logprobs", "prompt_logprobs", "structured_outputs", "logits_processor")),
+}
+"""Values of the features that ask for nothing. An empty collection asks for nothing either."""
 _FLAGS = (
     "ignore_eos",
     "skip_special_tokens",
@@ -339,9 +344,7 @@ class SamplingParams:
     @property
     def features(self) -> tuple[str, ...]:
         """The fields that ask for more than plain sampling and that not every device serves."""
-        neutral: dict[str, Any] = dict.fromkeys(("allowed_token_ids", "logprobs", "prompt_logprobs"))
-        neutral |= {"structured_outputs": None, "logits_processor": None, "repetition_penalty": 1.0}
-        return tuple(name for name in _FEATURES if getattr(self, name) not in (neutral.get(name, 0), (), {}))
+        return tuple(name for name, neutral in _NEUTRAL.items() if getattr(self, name) not in (neutral, (), {}))
 
     @property
     def wants_logprobs(self) -> bool:

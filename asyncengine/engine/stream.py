@@ -232,10 +232,10 @@ class RequestStream:
         self._params = params
         detokenizer = IncrementalDetokenizer.of(tokenizer if params.detokenize else None, params, prompt_token_ids)
         matcher = stop_matcher(tokenizer, params)
-        self._sequences = [
-            _SequenceState(detokenizer.copy(), None if matcher is None else matcher.copy(), params)
-            for _ in range(params.n)
-        ]
+        self._sequences = [_SequenceState(detokenizer, matcher, params)]
+        for _ in range(1, params.n):  # nothing has been pushed yet, so that a copy is as good as new
+            twin = None if matcher is None else matcher.copy()
+            self._sequences.append(_SequenceState(detokenizer.copy(), twin, params))
         self._unfinished = params.n
         self._untaken: list[int] = []  # indices of sequences with something new, in order of arrival
         self._whole = False  # collect(): nobody looks before the end

@@ -142,18 +142,35 @@ class _Pieces(dict[int, Any]):
         return piece
 
 
-_CONTEXT = 32
-"""Tokens before an output that decide how it is decoded. A character has at most four bytes, each of them a token."""
+class _Silent(dict[int, bool]):
+    """Token id → whether the token adds nothing to the text, found when first asked for."""
+
+    def __init__(self, tokenizer: Tokenizer, skipped: Set[int]) -> None:
+        super().__init__()
+        self._id_to_token = tokenizer.backend.id_to_token
+        self._skipped = skipped
+
+    def __missing__(self, token_id: int) -> bool:
+        # An id beyond the vocabulary (embeddings are padded) adds nothing, as in decode.
+        silent = self[token_id] = token_id in self._skipped or self._id_to_token(token_id) is None
+        return silent
+
+
+_CONTEXT, _BYTE_LEVEL_CONTEXT = 32, 4
+"""Tokens with text before an output that decide how it is decoded. A character has at most four bytes, each of them a
+token. Decoders other than byte-level ones look at runs of tokens."""
 
 
 class _Decoding:
     """Settings of a tokenizer's decoders: with or without special tokens."""
 
     def __init__(self, tokenizer: Tokenizer, skip: bool, kept: Sequence[int]) -> None:
-        self._silent = tokenizer.special_token_ids.difference(kept) if skip else frozenset()
+        skipped = tokenizer.special_token_ids.difference(kept) if skip else frozenset()
         # The backend, not the tokenizer: what is kept for a tokenizer may not keep it alive.
         self._token_of = tokenizer.backend.id_to_token
-        self.make = self._decoder_factory(tokenizer, skip and not kept)
+        self._is_silent = _Silent(tokenizer, skipped).__getitem__
+        self._context = _CONTEXT
+        self.make = self._decoder_factory(tokenizer, skipped, skip and not kept)
 
     def tail(self, prompt: Sequence[int]) -> tuple[list[int], bool]:
         """The last tokens of ``prompt`` that have text, and whether it has others before them."""
@@ -161,7 +178,7 @@ class _Decoding:
         for token in reversed(prompt):
             if self._is_silent(token):
                 continue
-            if len(found) == _CONTEXT:
+            if len(found) == self._context:
                 break
             found.append(token)
         else:
@@ -170,16 +187,12 @@ class _Decoding:
             found.pop()  # its character began before
         return found[::-1], True
 
-    def _is_silent(self, token_id: int) -> bool:
-        # An id beyond the vocabulary (embeddings are padded) adds nothing, as in decode.
-        return token_id in self._silent or self._token_of(token_id) is None
-
-    def _decoder_factory(self, tokenizer: Tokenizer, skip: bool) -> Callable[[], _Decoder]:
+    def _decoder_factory(self, tokenizer: Tokenizer, skipped: Set[int], skip: bool) -> Callable[[], _Decoder]:
         """Made of the tokenizer's own decoder. ``skip``: decode leaves out what is silent by itself."""
-        silent = self._silent
         match _decoder_steps(tokenizer):
             case [{"type": "ByteLevel"}] | [{"type": "ByteLevel"}, {"type": "Fuse"}]:
-                byte_pieces = _Pieces(tokenizer, silent, _byte_level_piece)
+                self._context = _BYTE_LEVEL_CONTEXT
+                byte_pieces = _Pieces(tokenizer, skipped, _byte_level_piece)
                 return lambda: _ByteLevelDecoder(byte_pieces)
             case [
                 {"type": "Replace", "pattern": {"String": str(old)}, "content": str(new)},
@@ -187,7 +200,7 @@ class _Decoding:
                 {"type": "Fuse"},
                 *rest,
             ] if (strip := _left_strip(rest)) is not None:
-                fallback_pieces = _Pieces(tokenizer, silent, lambda token: _fallback_piece(token, old, new))
+                fallback_pieces = _Pieces(tokenizer, skipped, lambda token: _fallback_piece(token, old, new))
                 return lambda: _ByteFallbackDecoder(fallback_pieces, *strip)
         decode = functools.partial(decode_with, tokenizer.backend, skip_special_tokens=skip)
         return lambda: _WindowDecoder(decode, self._is_silent)
