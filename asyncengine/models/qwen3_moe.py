@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from asyncengine.kernels.ops import RoutingRule
 from asyncengine.models.config import Mixture, ModelConfig, RawConfig, read_layer_windows, read_one_window
-from asyncengine.models.decoder import FeedForward, MixtureBlock, SoftmaxRouter
+from asyncengine.models.decoder import FeedForward, MixtureBlock, Router
 from asyncengine.models.files import excerpt
 from asyncengine.models.llama import LayerWeights, LlamaForCausalLM, mlp_block, read_decoder_config
 
@@ -57,7 +58,7 @@ def mixture_block(layer: LayerWeights) -> MixtureBlock:
     router = ops.make_linear([layer.weights.table(f"{block}.gate", mixture.num_experts, hidden)], [None])
     return MixtureBlock(
         layer.block_norm(config.layer_norms.before_mlp),
-        SoftmaxRouter(router, mixture.top_k, mixture.sums_to_one),
+        Router(router, RoutingRule(mixture.top_k, sums_to_one=mixture.sums_to_one)),
         ops.make_experts(up, down, config.activation),
         layer.block_norm(config.layer_norms.behind_mlp),
     )

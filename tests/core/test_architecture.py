@@ -36,6 +36,7 @@ kernels/cuda/attention/plan
 kernels/cuda/attention/work
 kernels/cuda/attention
 kernels/cuda/linear
+kernels/cuda/experts
 kernels/cuda
 models/files
 models/weights
