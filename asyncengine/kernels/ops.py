@@ -295,7 +295,7 @@ class Ops(Protocol[BatchT, ResidualT, HandleT]):
 
         Without a norm it is the residual itself that is multiplied.
         Activated, if so said, it is [T, N] (gated: [T, N / 2]) in a form of the package's own, which only
-        ``linear_add_`` reads.
+        ``linear_add_`` and ``linear`` read.
         """
 
     def linear_add_(
@@ -310,7 +310,7 @@ class Ops(Protocol[BatchT, ResidualT, HandleT]):
         """The normed residual [T, H]."""
 
     def linear(self, x: Tensor, handle: HandleT, batch: BatchT) -> Tensor:
-        """x [T, K] times the handle's weights, transposed: [T, N]."""
+        """x [T, K], which may be what ``norm_linear`` activated, times the handle's weights, transposed: [T, N]."""
 
     def route(self, x: Tensor, router: HandleT, rule: RoutingRule, batch: BatchT) -> Routing:
         """The experts of the rows of x [T, K], by the products with the router's weights [E, K] in float32."""

@@ -86,19 +86,44 @@ class Router(NamedTuple):
     rule: RoutingRule
 
 
+class SharedExpert(NamedTuple):
+    """An expert beside a mixture that computes every row: down · activation(up · x), with a gate times a sigmoid of
+    gate · x."""
+
+    up: Handle
+    activation: Activation
+    down: Handle
+    gate: Handle | None = None
+    """weight [1, H]"""
+
+
 class MixtureBlock(NamedTuple):
-    """residual += the weighted results of each row's experts for norm(residual); with an output norm, the norm of that
-    sum."""
+    """residual += the weighted results of each row's experts for norm(residual), and that of a shared expert; with an
+    output norm, the norm of what the mixture adds."""
 
     norm: Norm | None
     router: Router
     experts: Experts[Handle]
     output_norm: Norm | None = None
+    shared: SharedExpert | None = None
 
     def forward(self, ops: ModelOps, residual: Residual, batch: Batch) -> None:
-        x = ops.plain(residual, batch) if self.norm is None else ops.normed(residual, self.norm, batch)
+        x, shared = (
+            ops.plain(residual, batch) if self.norm is None else ops.normed(residual, self.norm, batch),
+            self.shared,
+        )
         routing = ops.route(x, self.router.weight, self.router.rule, batch)
-        ops.experts_add_(x, routing, self.experts, residual, batch, self.output_norm)
+        if shared is None:
+            ops.experts_add_(x, routing, self.experts, residual, batch, self.output_norm)
+            return
+        inner = ops.norm_linear(residual, self.norm, shared.up, batch, shared.activation)
+        if shared.gate is None:
+            ops.experts_add_(x, routing, self.experts, residual, batch)
+            ops.linear_add_(inner, shared.down, residual, batch)
+            return
+        y = ops.linear(inner, shared.down, batch) * ops.linear(x, shared.gate, batch).sigmoid()
+        ops.experts_add_(x, routing, self.experts, residual, batch)
+        ops.add_(y, residual, batch)
 
 
 class Layer(Protocol):

@@ -157,10 +157,10 @@ class _PlanOps(CudaOps):
     def normed(self, residual: Residual, norm: Norm, batch: CudaBatch) -> Tensor:
         return torch.empty_like(residual.x)
 
-    def linear(self, x: Tensor, handle: CudaLinear, batch: CudaBatch) -> Tensor:
+    def linear(self, x: Any, handle: CudaLinear, batch: CudaBatch) -> Tensor:
         handle = handle.exact()
         self._note("linear", handle, x, len(x), None, None)
-        return x.new_empty(len(x), handle.out_features)
+        return torch.empty(len(x), handle.out_features, dtype=handle.format.result_dtype(x), device=_NOWHERE)
 
     def route(self, x: Tensor, router: CudaLinear, rule: RoutingRule, batch: CudaBatch) -> Routing:
         self._note("router", router, x, len(x), None, None)

@@ -153,9 +153,9 @@ class CudaOps:
     def normed(self, residual: Residual, norm: Norm, batch: CudaBatch) -> Tensor:
         return residual.read_by_kernel(norm, pdl=self.options.pdl)
 
-    def linear(self, x: Tensor, handle: CudaLinear, batch: CudaBatch) -> Tensor:
+    def linear(self, x: Matrix, handle: CudaLinear, batch: CudaBatch) -> Tensor:
         handle = handle.exact()
-        return self._product(x, handle, self.choices.plan(handle.site(len(x), x.dtype)))
+        return self._product(x, handle, self.choices.plan(handle.site(len(x), handle.format.result_dtype(x))))
 
     def route(self, x: Tensor, router: CudaLinear, rule: RoutingRule, batch: CudaBatch) -> Routing:
         router = router.exact()
