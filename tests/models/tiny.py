@@ -24,6 +24,7 @@ from tokenizers import (
 )
 
 from asyncengine.runner.steps.model_runner import CpuModelRunner
+from tests.models.mixtures import MIXTURES
 
 VOCAB_SIZE = 199
 
@@ -93,90 +94,6 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         | {
             "head_dim": 16, "use_sliding_window": True, "sliding_window": 5, "attention_bias": True,
             "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
-        },
-    ),
-    "qwen3-moe": (
-        "Qwen3Moe",
-        DECODER | {"head_dim": 16, "num_local_experts": 7, "num_experts_per_tok": 3, "moe_intermediate_size": 40},
-    ),
-    "qwen3-moe-window-biased": (
-        "Qwen3Moe",
-        DECODER
-        | {
-            "num_hidden_layers": 4, "num_local_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 24,
-            "norm_topk_prob": True, "decoder_sparse_step": 2, "mlp_only_layers": [3], "attention_bias": True,
-            "use_sliding_window": True, "sliding_window": 6, "tie_word_embeddings": True,
-        },
-    ),
-    "qwen2-moe": (
-        "Qwen2Moe",
-        DECODER
-        | {
-            "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
-            "shared_expert_intermediate_size": 56, "initializer_range": 0.2,
-        },
-    ),
-    "qwen2-moe-window": (
-        "Qwen2Moe",
-        DECODER
-        | {
-            "num_hidden_layers": 4, "num_experts": 9, "num_experts_per_tok": 4, "moe_intermediate_size": 24,
-            "shared_expert_intermediate_size": 40, "norm_topk_prob": True, "decoder_sparse_step": 2,
-            "use_sliding_window": True, "sliding_window": 7, "qkv_bias": False, "tie_word_embeddings": True,
-        },
-    ),
-    "mixtral": ("Mixtral", DECODER | {"num_local_experts": 5, "num_experts_per_tok": 2}),
-    "mixtral-window": (
-        "Mixtral",
-        DECODER
-        | {
-            "head_dim": 16, "num_local_experts": 3, "num_experts_per_tok": 1, "sliding_window": 6,
-            "tie_word_embeddings": True,
-        },
-    ),
-    "olmoe": (
-        "Olmoe",
-        DECODER | {"num_experts": 8, "num_experts_per_tok": 3, "initializer_range": 0.2, "pad_token_id": None},
-    ),
-    "olmoe-biased": (
-        "Olmoe",
-        DECODER
-        | {
-            "num_key_value_heads": 6, "num_experts": 5, "num_experts_per_tok": 2, "intermediate_size": 40,
-            "norm_topk_prob": True, "attention_bias": True, "tie_word_embeddings": True, "pad_token_id": None,
-        },
-    ),
-    "glm4-moe": (
-        "Glm4Moe",
-        DECODER
-        | {
-            "head_dim": 16, "n_routed_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 32,
-            "routed_scaling_factor": 2.5,
-        },
-    ),
-    "glm4-moe-groups": (
-        "Glm4Moe",
-        DECODER
-        | {
-            "n_routed_experts": 12, "num_experts_per_tok": 3, "moe_intermediate_size": 24, "n_shared_experts": 2,
-            "n_group": 4, "topk_group": 2, "norm_topk_prob": False, "first_k_dense_replace": 2, "use_qk_norm": True,
-            "attention_bias": True, "tie_word_embeddings": True,
-        },
-    ),
-    "minimax-m2": (
-        "MiniMaxM2",
-        DECODER
-        | {
-            "head_dim": 16, "num_local_experts": 6, "num_experts_per_tok": 2, "intermediate_size": 40,
-            "rope_parameters": {"rope_type": "default", "rope_theta": 900.0, "partial_rotary_factor": 0.5},
-        },
-    ),
-    "minimax-m2-whole": (
-        "MiniMaxM2",
-        DECODER
-        | {
-            "head_dim": 8, "num_key_value_heads": 3, "num_local_experts": 4, "num_experts_per_tok": 3,
-            "intermediate_size": 24, "tie_word_embeddings": True,
         },
     ),
     "gemma2": ("Gemma2", GEMMA | {"attn_logit_softcapping": 4.0, "final_logit_softcapping": 9.0}),
@@ -338,7 +255,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
             "rope_parameters": {"rope_type": "default", "rope_theta": 700.0, "partial_rotary_factor": 1.0},
         },
     ),
-}  # fmt: skip
+} | {name: (family, DECODER | changes) for name, (family, changes) in MIXTURES.items()}  # fmt: skip
 
 
 def build_model(variant: str, seed: int = 0, **changes: Any) -> transformers.PreTrainedModel:
