@@ -255,7 +255,8 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
             "rope_parameters": {"rope_type": "default", "rope_theta": 700.0, "partial_rotary_factor": 1.0},
         },
     ),
-} | {name: (family, DECODER | changes) for name, (family, changes) in MIXTURES.items()}  # fmt: skip
+}  # fmt: skip
+VARIANTS |= {name: (family, DECODER | changes) for name, (family, changes) in MIXTURES.items()}
 
 
 def build_model(variant: str, seed: int = 0, **changes: Any) -> transformers.PreTrainedModel:
