@@ -179,6 +179,13 @@ class CpuLinear:
         panels: bool = False,
     ) -> None: ...  # fmt: skip
 
+class CpuExperts:
+    """Experts whose matrices are alike: down times the activation of up."""
+
+    def __init__(
+        self, up: Sequence[CpuLinear], down: Sequence[CpuLinear], function: ActivationFunction, gated: bool
+    ) -> None: ...
+
 class CpuNorm:
     """Addresses of the weight and the bias (0: an RMS norm) of a norm; the caller keeps the memory.
 
@@ -213,6 +220,11 @@ class CpuKernels:
         activation: ActivationFunction | None, /,
     ) -> None:  # fmt: skip
         """linear of the norm of x, or with a residual (0: none) of residual += x, activated."""
+    def experts(
+        self, experts: CpuExperts, x: int, x_stride: int, rows: int, ids: int, weights: int, top_k: int, y: int, /
+    ) -> None:
+        """y = the sums of each row's experts, int64 ids [rows, top_k], times float32 weights. ValueError for an id that
+        is out of range."""
     def pack_panels(self, dtype: Dtype, weight: int, transposed: bool, rows: int, k: int, panels: int, /) -> None: ...
     def embed(self, table: CpuLinear, position_table: int, batch: StepBatch, y: int, scale: float, /) -> None:
         """y = the tokens' rows of the table times scale, plus those of their positions (0: none)."""

@@ -25,6 +25,8 @@ from asyncengine.models.registry import find_family
 
 SHAPES_DIR = Path(__file__).parent / "shapes"
 SHAPES = ("gpt2", "qwen3-0.6b", "llama-3.1-8b")
+MIXTURES = ("qwen3-30b-a3b", "mixtral-8x7b")
+"""Shapes with experts, which benchmarks measure on request alone."""
 PROMPT_LEN = 128
 BANDWIDTH = 4.4e12
 """Bytes per second: reads of device memory, measured on the H200."""
@@ -37,7 +39,7 @@ ELEMENT_BYTES = 2
 
 def model_directory(shape: str) -> Path:
     """Return the directory of a shape: a name of bench/shapes, or a directory itself."""
-    return SHAPES_DIR / shape if shape in SHAPES else Path(shape)
+    return SHAPES_DIR / shape if shape in SHAPES + MIXTURES else Path(shape)
 
 
 def read_model(shape: str) -> ModelConfig:
@@ -64,16 +66,23 @@ def projection_biases(c: ModelConfig) -> dict[str, bool]:
     return {name: gpt2 or has for name, has in biases.items()}
 
 
-def layer_parameters(c: ModelConfig) -> int:
-    """Count the parameters of the matrices of all layers, without embedding and head."""
-    return c.num_layers * sum(columns * inner for columns, inner in projections(c).values())
+def layer_parameters(c: ModelConfig, rows: int = 1) -> int:
+    """Count the parameters of the matrices of all layers, without embedding and head; of experts those that so many
+    rows hit, if they are routed evenly."""
+    size = {name: columns * inner for name, (columns, inner) in projections(c).items()}
+    dense, experts, mixture = size["up"] + size["down"], 0.0, c.mixture
+    mixed = sum(mixture.layers) if mixture is not None else 0
+    if mixture is not None:
+        hit = mixture.num_experts * (1 - (1 - mixture.top_k / mixture.num_experts) ** rows)
+        experts = c.hidden_size * (mixture.num_experts + hit * 3 * mixture.intermediate_size)
+    return c.num_layers * (size["qkv"] + size["o"]) + (c.num_layers - mixed) * dense + round(mixed * experts)
 
 
-def weight_bytes(c: ModelConfig, quantization: str = "none") -> int:
-    """Count the bytes of weights that every step reads. It reads a few rows of the input embedding; it reads all of
-    that only as the output's matrix."""
+def weight_bytes(c: ModelConfig, quantization: str = "none", rows: int = 1) -> int:
+    """Count the bytes of weights that a step of so many rows reads. It reads a few rows of the input embedding; it
+    reads all of that only as the output's matrix."""
     of_layers = 1 if quantization == "fp8" else ELEMENT_BYTES  # scales are a thousandth of that
-    return of_layers * layer_parameters(c) + ELEMENT_BYTES * c.vocab_size * c.hidden_size
+    return of_layers * layer_parameters(c, rows) + ELEMENT_BYTES * c.vocab_size * c.hidden_size
 
 
 def kv_bytes_per_token(c: ModelConfig, kv_cache_dtype: str = "auto") -> int:
@@ -87,7 +96,7 @@ def decode_bytes(
     """Count the bytes of a decode step of ``batch`` rows that see ``context`` tokens each."""
     per_layer = kv_bytes_per_token(c, kv_cache_dtype) / c.num_layers
     seen = sum(min(context, window or context) for window in c.layer_windows)
-    return weight_bytes(c, quantization) + batch * per_layer * seen
+    return weight_bytes(c, quantization, batch) + batch * per_layer * seen
 
 
 def floor_ms(

@@ -1,12 +1,13 @@
 """Every kernel of a GPU step beside its floor and torch's way.
 
-    python bench/kernels.py [attention rows sampler linear layer] [--shape gpt2 ...] [--quick] [--json FILE]
+    python bench/kernels.py [attention rows sampler linear layer experts] [--shape gpt2 ...] [--quick] [--json FILE]
 
 - rows: norm, embedding, activation, rotation with the KV store, ingest
 - linear: projections and logits by the table of plans
 - attention: decode of many keys, of few and of ragged batches, prefill, building the work list
 - sampler: greedy, temperature, top-k, top-p, all filters
 - layer, on request only: decode attention behind a projection, with and without programmatic launch
+- experts, on request only: mixtures of experts of 1 to 256 rows, in bfloat16 and float8
 
 A figure is the time of a call inside a captured graph, its part of the gap to the next one included, in which each call
 works on memory that is not in the L2 cache. The floor is the time that its bytes take at the bandwidth of the card, or
@@ -23,6 +24,7 @@ from collections.abc import Sequence
 from types import ModuleType
 
 import kernel_attention
+import kernel_experts
 import kernel_layer
 import kernel_linear
 import kernel_rows
@@ -41,7 +43,9 @@ PARTS: dict[str, ModuleType] = {
     "attention": kernel_attention,
     "sampler": kernel_sampler,
     "layer": kernel_layer,
+    "experts": kernel_experts,
 }
+ON_REQUEST = ("layer", "experts")
 
 
 def integers(text: str) -> list[int]:
@@ -78,7 +82,8 @@ QUICK = {
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     add = parser.add_argument
-    add("parts", nargs="*", metavar="PART", help=f"{', '.join(PARTS)} (default: all but layer)")
+    default = f"all but {' and '.join(ON_REQUEST)}"
+    add("parts", nargs="*", metavar="PART", help=f"{', '.join(PARTS)} (default: {default})")
     add("--shape", nargs="+", help=f"names of bench/shapes, or directories (default: {' '.join(SHAPES)})")
     add("--quick", action="store_true", help="one shape and few sizes")
     add("--rows", type=integers, help="of rows, linear and sampler (default: 1,64,256,2048)")
@@ -108,7 +113,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
         parser.error(f"there is no part {', '.join(sorted(unknown))}")
     if args.json is None and not args.parts and not args.quick:
         args.json = "bench/results/kernels.json"
-    args.parts = args.parts or [part for part in PARTS if part != "layer"]
+    args.parts = args.parts or [part for part in PARTS if part not in ON_REQUEST]
     args.work = dict(args.work)
     for name, value in (DEFAULTS | (QUICK if args.quick else {})).items():
         if getattr(args, name) is None:

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
-from asyncengine.kernels.ops import Activation, Experts, HandleT, Routing
+from asyncengine.kernels.ops import Activation, Experts, HandleT, Routing, RoutingRule
 from asyncengine.kernels.weight import PackedWeight
 
 Block = Callable[[int, Tensor], Tensor]
 """The result [M, H] of an expert, by its index, for rows [M, K]."""
+
+
+def check_experts(up: Sequence[Sequence[PackedWeight]], down: Sequence[PackedWeight]) -> None:
+    """Raise ValueError if there are other numbers of experts in ``up`` and ``down``."""
+    if len(up) != len(down):
+        raise ValueError(f"weights of {len(up)} and of {len(down)} experts do not belong together")
 
 
 def make_experts(
@@ -19,12 +25,35 @@ def make_experts(
     up: Sequence[Sequence[PackedWeight]],
     down: Sequence[PackedWeight],
     activation: Activation,
+    up_biases: Sequence[Sequence[Tensor]] | None = None,
+    down_biases: Sequence[Tensor] | None = None,
 ) -> Experts[HandleT]:
     """Two handles for each expert. Raises ValueError if there are other numbers of experts in ``up`` and ``down``."""
-    if len(up) != len(down):
-        raise ValueError(f"weights of {len(up)} and of {len(down)} experts do not belong together")
-    of_up = tuple(make_linear(weights, [None] * len(weights)) for weights in up)
-    return Experts(of_up, tuple(make_linear([weight], [None]) for weight in down), activation)
+    check_experts(up, down)
+    of_up = tuple(
+        make_linear(weights, up_biases[index] if up_biases else [None] * len(weights))
+        for index, weights in enumerate(up)
+    )
+    of_down = tuple(
+        make_linear([weight], [down_biases[index] if down_biases else None]) for index, weight in enumerate(down)
+    )
+    return Experts(of_up, of_down, activation, len(up))
+
+
+def choose_experts(logits: Tensor, rule: RoutingRule) -> Routing:
+    """The experts of rows with these logits float32 [T, E]."""
+    scores = logits.sigmoid() if rule.scores == "sigmoid" else logits.softmax(-1)
+    choice = scores if rule.correction is None else scores + rule.correction
+    if rule.kept_groups < rule.groups:
+        by_group = choice.view(len(choice), rule.groups, choice.shape[1] // rule.groups)
+        best = by_group.topk(2, dim=-1)[0].sum(-1).topk(rule.kept_groups, dim=-1)[1]
+        kept = torch.zeros(by_group.shape[:2], dtype=torch.bool, device=logits.device).scatter_(1, best, True)
+        choice = by_group.masked_fill(~kept[..., None], -torch.inf).flatten(1)
+    ids = choice.topk(rule.top_k, dim=-1)[1]
+    weights = scores.gather(1, ids)
+    if rule.sums_to_one:
+        weights = weights / (weights.sum(-1, keepdim=True) + (1e-20 if rule.scores == "sigmoid" else 0))
+    return Routing(weights * rule.scale if rule.scale != 1 else weights, ids)
 
 
 def mix_rows(x: Tensor, routing: Routing, block: Block) -> Tensor:
@@ -36,15 +65,4 @@ def mix_rows(x: Tensor, routing: Routing, block: Block) -> Tensor:
     for index in torch.unique(routing.ids).tolist():
         row, place = (routing.ids == index).nonzero(as_tuple=True)
         out[row] += block(index, x[row]).float() * routing.weights[row, place, None].float()
-    return out.to(x.dtype)
-
-
-def mix_all(x: Tensor, routing: Routing, indices: Iterable[int], block: Block) -> Tensor:
-    """``Ops.experts`` where nothing may wait for the routing: each expert computes all rows."""
-    out = torch.zeros_like(x, dtype=torch.float32)
-    for index in indices:
-        chosen = routing.ids == index
-        weight = torch.where(chosen, routing.weights, 0).float().sum(1, keepdim=True)
-        # A row's result of an expert that it was not sent to may be infinite.
-        out += torch.where(chosen.any(1, keepdim=True), block(index, x).float() * weight, 0)
     return out.to(x.dtype)

@@ -181,7 +181,26 @@ class Routing(NamedTuple):
     weights: Tensor
     """[T, top_k]: the factor on an expert's result"""
     ids: Tensor
-    """int64 [T, top_k]: indices of experts, different ones in a row"""
+    """integers [T, top_k]: indices of experts, different ones in a row"""
+
+
+class RoutingRule(NamedTuple):
+    """Rule by which a row's logits, one for each expert, choose the experts of the row and their weights."""
+
+    top_k: int
+    """Experts of a row: those with the greatest scores."""
+    scores: Literal["softmax", "sigmoid"] = "softmax"
+    """Scores are probabilities of the softmax over all experts, or sigmoids. A score is an expert's weight."""
+    sums_to_one: bool = False
+    """The weights of a row's experts are divided by their sum."""
+    scale: float = 1.0
+    """Factor on the weights."""
+    correction: Tensor | None = None
+    """float32 [E]: added to sigmoids for the choice alone, not for the weights."""
+    groups: int = 1
+    """Experts lie in groups of one size. With sigmoids a row's experts are of its ``kept_groups`` best groups: of those
+    whose two best experts have the greatest sums of scores."""
+    kept_groups: int = 1
 
 
 BatchT = TypeVar("BatchT", contravariant=True)
@@ -197,8 +216,12 @@ class Experts(Generic[HandleT]):
     """Feed-forward blocks among which rows are distributed: down · activation(up · x)."""
 
     up: tuple[HandleT, ...]
+    """Weights of the first products: a handle for each expert, or one of all, one below another."""
     down: tuple[HandleT, ...]
+    """Weights of the second products, likewise."""
     activation: Activation
+    count: int
+    """Number of experts."""
 
 
 class Ops(Protocol[BatchT, ResidualT, HandleT]):
@@ -238,12 +261,18 @@ class Ops(Protocol[BatchT, ResidualT, HandleT]):
         """
 
     def make_experts(
-        self, up: Sequence[Sequence[PackedWeight]], down: Sequence[PackedWeight], activation: Activation
+        self,
+        up: Sequence[Sequence[PackedWeight]],
+        down: Sequence[PackedWeight],
+        activation: Activation,
+        up_biases: Sequence[Sequence[Tensor]] | None = None,
+        down_biases: Sequence[Tensor] | None = None,
     ) -> Experts[HandleT]:
         """A handle for ``experts``: for each the weights [I, K] of its first product, one or gate and up, and the
-        weight [H, I] of its second.
+        weight [H, I] of its second; with biases one for each weight.
 
-        The CPU copies no contiguous dense weight. Raises ValueError if ``up`` and ``down`` differ in length.
+        The CPU copies no contiguous dense weight. A GPU copies none that lie one behind another in one tensor, in this
+        order. Raises ValueError if ``up`` and ``down`` differ in length.
         """
 
     def embed(
@@ -266,7 +295,7 @@ class Ops(Protocol[BatchT, ResidualT, HandleT]):
 
         Without a norm it is the residual itself that is multiplied.
         Activated, if so said, it is [T, N] (gated: [T, N / 2]) in a form of the package's own, which only
-        ``linear_add_`` reads.
+        ``linear_add_`` and ``linear`` read.
         """
 
     def linear_add_(
@@ -281,10 +310,24 @@ class Ops(Protocol[BatchT, ResidualT, HandleT]):
         """The normed residual [T, H]."""
 
     def linear(self, x: Tensor, handle: HandleT, batch: BatchT) -> Tensor:
-        """x [T, K] times the handle's weights, transposed: [T, N]."""
+        """x [T, K], which may be what ``norm_linear`` activated, times the handle's weights, transposed: [T, N]."""
+
+    def route(self, x: Tensor, router: HandleT, rule: RoutingRule, batch: BatchT) -> Routing:
+        """The experts of the rows of x [T, K], by the products with the router's weights [E, K] in float32."""
 
     def experts(self, x: Tensor, routing: Routing, experts: Experts[HandleT], batch: BatchT) -> Tensor:
         """The results [T, H] of each row's experts for x [T, K], times their weights, added up in float32."""
+
+    def experts_add_(
+        self,
+        x: Tensor,
+        routing: Routing,
+        experts: Experts[HandleT],
+        residual: ResidualT,
+        batch: BatchT,
+        norm: Norm | None = None,
+    ) -> None:
+        """residual += ``experts``, or the norm of that."""
 
     def add_(self, x: Tensor, residual: ResidualT, batch: BatchT, norm: Norm | None = None) -> None:
         """residual += x [T, H], or the norm of x. It may overwrite x, and may come to it only when the residual is

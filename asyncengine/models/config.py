@@ -10,7 +10,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from asyncengine.errors import ModelError, UnsupportedModelError
 from asyncengine.kernels.ops import Activation, CacheSpec, KVSpec, StateSpec
@@ -29,7 +29,9 @@ _HIGHEST = {
     **dict.fromkeys(("num_attention_heads", "num_key_value_heads", "n_head", "head_dim"), 1 << 12),
     **dict.fromkeys(("hidden_size", "n_embd"), 1 << 17),
     **dict.fromkeys(("intermediate_size", "n_inner", "moe_intermediate_size"), 1 << 20),
-    **dict.fromkeys(("num_experts", "num_experts_per_tok", "decoder_sparse_step"), 1 << 12),
+    "shared_expert_intermediate_size": 1 << 20,
+    **dict.fromkeys(("num_experts", "num_experts_per_tok", "decoder_sparse_step", "rotary_dim"), 1 << 12),
+    **dict.fromkeys(("n_routed_experts", "n_shared_experts"), 1 << 12),
     "vocab_size": 1 << 22,
     **dict.fromkeys(("max_position_embeddings", "n_positions", "original_max_position_embeddings"), MAX_POSITIONS),
     "sliding_window": 2**31 - 1,
@@ -176,6 +178,16 @@ class QueryGrowth(NamedTuple):
     positions: int
 
 
+class ExpertNames(NamedTuple):
+    """Names of a mixture's modules in checkpoints."""
+
+    block: str = "mlp"
+    gate: str = "gate_proj"
+    up: str = "up_proj"
+    down: str = "down_proj"
+    shared: str = "shared_expert"
+
+
 class Mixture(NamedTuple):
     """Experts of a mixture, and the layers that have it in place of one feed-forward block."""
 
@@ -184,10 +196,22 @@ class Mixture(NamedTuple):
     """Experts that compute a token."""
     intermediate_size: int
     """Inner size of an expert."""
-    sums_to_one: bool
-    """The weights of a token's experts are divided by their sum."""
     layers: tuple[bool, ...]
     """True for each layer with a mixture."""
+    sums_to_one: bool = False
+    """The weights of a token's experts are divided by their sum."""
+    scores: Literal["softmax", "sigmoid"] = "softmax"
+    """This and the next fields but ``correction`` are as in ``RoutingRule``."""
+    scale: float = 1.0
+    groups: int = 1
+    kept_groups: int = 1
+    correction: str = ""
+    """Name of the tensor that is added to the scores for the choice, in the block; empty: none is."""
+    shared_size: int = 0
+    """Inner size of an expert that computes every token; 0: there is none."""
+    gated_share: bool = False
+    """The result of that expert is multiplied by a sigmoid of the token."""
+    names: ExpertNames = ExpertNames()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple, Protocol
 
-import torch
 from torch import Tensor
 
 from asyncengine.kernels.ops import (
@@ -23,7 +22,7 @@ from asyncengine.kernels.ops import (
     ModelOps,
     Norm,
     Residual,
-    Routing,
+    RoutingRule,
 )
 
 
@@ -79,37 +78,52 @@ class MLPBlock(NamedTuple):
         ops.linear_add_(x, self.down, residual, batch, self.output_norm)
 
 
-class SoftmaxRouter(NamedTuple):
-    """Router by the greatest probabilities of a softmax over all experts."""
+class Router(NamedTuple):
+    """Chooses the experts of each row by the products with its weights."""
 
     weight: Handle
     """weight [E, H]"""
-    top_k: int
-    sums_to_one: bool
-    """The weights of a row's experts are divided by their sum."""
+    rule: RoutingRule
 
-    def route(self, ops: ModelOps, x: Tensor, batch: Batch) -> Routing:
-        """The experts of the rows of x [T, H]."""
-        probabilities = ops.linear(x, self.weight, batch).softmax(-1, dtype=torch.float32)
-        weights, ids = probabilities.topk(self.top_k, dim=-1)
-        if self.sums_to_one:
-            weights = weights / weights.sum(-1, keepdim=True)
-        return Routing(weights.to(x.dtype), ids)
+
+class SharedExpert(NamedTuple):
+    """An expert beside a mixture that computes every row: down · activation(up · x), with a gate times a sigmoid of
+    gate · x."""
+
+    up: Handle
+    activation: Activation
+    down: Handle
+    gate: Handle | None = None
+    """weight [1, H]"""
 
 
 class MixtureBlock(NamedTuple):
-    """residual += the weighted results of each row's experts for norm(residual); with an output norm, the norm of that
-    sum."""
+    """residual += the weighted results of each row's experts for norm(residual), and that of a shared expert; with an
+    output norm, the norm of what the mixture adds."""
 
     norm: Norm | None
-    router: SoftmaxRouter
+    router: Router
     experts: Experts[Handle]
     output_norm: Norm | None = None
+    shared: SharedExpert | None = None
 
     def forward(self, ops: ModelOps, residual: Residual, batch: Batch) -> None:
-        x = ops.plain(residual, batch) if self.norm is None else ops.normed(residual, self.norm, batch)
-        y = ops.experts(x, self.router.route(ops, x, batch), self.experts, batch)
-        ops.add_(y, residual, batch, self.output_norm)
+        x, shared = (
+            ops.plain(residual, batch) if self.norm is None else ops.normed(residual, self.norm, batch),
+            self.shared,
+        )
+        routing = ops.route(x, self.router.weight, self.router.rule, batch)
+        if shared is None:
+            ops.experts_add_(x, routing, self.experts, residual, batch, self.output_norm)
+            return
+        inner = ops.norm_linear(residual, self.norm, shared.up, batch, shared.activation)
+        if shared.gate is None:
+            ops.experts_add_(x, routing, self.experts, residual, batch)
+            ops.linear_add_(inner, shared.down, residual, batch)
+            return
+        y = ops.linear(inner, shared.down, batch) * ops.linear(x, shared.gate, batch).sigmoid()
+        ops.experts_add_(x, routing, self.experts, residual, batch)
+        ops.add_(y, residual, batch)
 
 
 class Layer(Protocol):

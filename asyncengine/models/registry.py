@@ -17,15 +17,20 @@ from asyncengine.models import (
     gemma2,
     gemma3,
     glm,
+    glm4_moe,
     gpt2,
     granite,
     llama,
+    minimax_m2,
     ministral3,
     mistral,
+    mixtral,
     olmo2,
     olmo3,
+    olmoe,
     phi3,
     qwen2,
+    qwen2_moe,
     qwen3,
     qwen3_moe,
     seed_oss,
@@ -71,9 +76,12 @@ FAMILIES = {
     "MinistralForCausalLM": Family(mistral.read_config, mistral.MistralForCausalLM, ("mistral", "ministral")),
     "Qwen2ForCausalLM": Family(qwen2.read_config, qwen2.Qwen2ForCausalLM, ("qwen2",)),
     "Qwen3ForCausalLM": Family(qwen3.read_config, qwen3.Qwen3ForCausalLM, ("qwen3",)),
-    "Qwen3MoeForCausalLM": Family(
-        qwen3_moe.read_config, qwen3_moe.Qwen3MoeForCausalLM, ("qwen3_moe",), quantizable=False
-    ),
+    "Qwen3MoeForCausalLM": Family(qwen3_moe.read_config, qwen3_moe.Qwen3MoeForCausalLM, ("qwen3_moe",)),
+    "Qwen2MoeForCausalLM": Family(qwen2_moe.read_config, qwen2_moe.Qwen2MoeForCausalLM, ("qwen2_moe",)),
+    "MixtralForCausalLM": Family(mixtral.read_config, mixtral.MixtralForCausalLM, ("mixtral",)),
+    "OlmoeForCausalLM": Family(olmoe.read_config, olmoe.OlmoeForCausalLM, ("olmoe",)),
+    "Glm4MoeForCausalLM": Family(glm4_moe.read_config, glm4_moe.Glm4MoeForCausalLM, ("glm4_moe",)),
+    "MiniMaxM2ForCausalLM": Family(minimax_m2.read_config, minimax_m2.MiniMaxM2ForCausalLM, ("minimax_m2",)),
     "Gemma2ForCausalLM": Family(gemma2.read_config, gemma2.Gemma2ForCausalLM, ("gemma2",), quantizable=False),
     "Gemma3ForCausalLM": Family(gemma3.read_config, gemma3.Gemma3ForCausalLM, ("gemma3_text",), quantizable=False),
     "Phi3ForCausalLM": Family(phi3.read_config, phi3.Phi3ForCausalLM, ("phi3",)),
@@ -146,6 +154,11 @@ for _name, _causal in (
     ("Qwen2", "Qwen2ForCausalLM"),
     ("Qwen3", "Qwen3ForCausalLM"),
     ("Qwen3Moe", "Qwen3MoeForCausalLM"),
+    ("Qwen2Moe", "Qwen2MoeForCausalLM"),
+    ("Mixtral", "MixtralForCausalLM"),
+    ("Olmoe", "OlmoeForCausalLM"),
+    ("Glm4Moe", "Glm4MoeForCausalLM"),
+    ("MiniMaxM2", "MiniMaxM2ForCausalLM"),
     ("Gemma2", "Gemma2ForCausalLM"),
     ("Gemma3Text", "Gemma3ForCausalLM"),
     ("Gemma3", "Gemma3ForConditionalGeneration"),
@@ -162,7 +175,7 @@ for _name, _causal in (
     ("Glm", "GlmForCausalLM"),
     ("Glm4", "Glm4ForCausalLM"),
 ):
-    if _name not in ("Granite", "Cohere2"):  # transformers has no such class
+    if _name not in ("Granite", "Cohere2", "Olmoe", "Glm4Moe", "MiniMaxM2"):  # transformers has no such class
         FAMILIES[f"{_name}ForSequenceClassification"] = _classifier(FAMILIES[_causal])
     # Saved without a head, as embedding models are. The weights say whether there is one (``settle_head``).
     FAMILIES[f"{_name}Model"] = FAMILIES[_causal]

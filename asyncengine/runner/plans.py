@@ -20,7 +20,7 @@ from asyncengine.kernels.cuda.linear.residual import Residual
 from asyncengine.kernels.cuda.ops import CudaBatch, CudaOps
 from asyncengine.kernels.cuda.step.tensors import allocate_step
 from asyncengine.kernels.cuda.trials import examine
-from asyncengine.kernels.ops import Activation, AttentionLayer, Experts, LayerKVCache, Norm, Routing
+from asyncengine.kernels.ops import Activation, AttentionLayer, Experts, LayerKVCache, Norm, Routing, RoutingRule
 from asyncengine.runner.cuda_runner import cuda_options
 from asyncengine.runner.state.memory import without_memory
 from asyncengine.runner.steps.buckets import ANY_CONTEXT, Bucket
@@ -157,13 +157,29 @@ class _PlanOps(CudaOps):
     def normed(self, residual: Residual, norm: Norm, batch: CudaBatch) -> Tensor:
         return torch.empty_like(residual.x)
 
-    def linear(self, x: Tensor, handle: CudaLinear, batch: CudaBatch) -> Tensor:
+    def linear(self, x: Any, handle: CudaLinear, batch: CudaBatch) -> Tensor:
         handle = handle.exact()
         self._note("linear", handle, x, len(x), None, None)
-        return x.new_empty(len(x), handle.out_features)
+        return torch.empty(len(x), handle.out_features, dtype=handle.format.result_dtype(x), device=_NOWHERE)
 
-    def experts(self, x: Tensor, routing: Routing, handle: Experts[CudaLinear], batch: CudaBatch) -> Tensor:
+    def route(self, x: Tensor, router: CudaLinear, rule: RoutingRule, batch: CudaBatch) -> Routing:
+        self._note("router", router, x, len(x), None, None)
+        shape = len(x), rule.top_k
+        return Routing(x.new_empty(shape), x.new_empty(shape))
+
+    def experts(self, x: Tensor, routing: Routing, experts: Experts[CudaLinear], batch: CudaBatch) -> Tensor:
         return torch.empty_like(x)
+
+    def experts_add_(
+        self,
+        x: Tensor,
+        routing: Routing,
+        experts: Experts[CudaLinear],
+        residual: Residual,
+        batch: CudaBatch,
+        norm: Norm | None = None,
+    ) -> None:
+        pass
 
     def add_(self, x: Tensor, residual: Residual, batch: CudaBatch, norm: Norm | None = None) -> None:
         pass

@@ -82,6 +82,22 @@ std::shared_ptr<CpuLinear> make_linear(const std::vector<Address>& weights, cons
   return linear;
 }
 
+std::shared_ptr<CpuExperts> make_experts(const std::vector<std::shared_ptr<CpuLinear>>& up,
+                                         const std::vector<std::shared_ptr<CpuLinear>>& down, ActivationFunction function,
+                                         bool gated) {
+  require(!up.empty() && up.size() == down.size(), "up and down must have the same length, at least 1");
+  auto experts = std::make_shared<CpuExperts>();
+  experts->activation = {function, gated};
+  for (size_t i = 0; i < up.size(); ++i) {
+    require(up[i]->k == up[0]->k && up[i]->total_rows() == up[0]->total_rows() && down[i]->k * (gated ? 2 : 1) == up[0]->total_rows() &&
+                down[i]->total_rows() == down[0]->total_rows() && up[i]->dtype == up[0]->dtype && down[i]->dtype == up[0]->dtype,
+            "experts must be alike");
+    experts->up.push_back(*up[i]);
+    experts->down.push_back(*down[i]);
+  }
+  return experts;
+}
+
 void bind_step_batch(py::module_& m) {
   py::class_<StepBatch, std::shared_ptr<StepBatch>>(m, "StepBatch")
       .def(py::init(&make_step_batch), py::arg("input_ids"), py::arg("positions"), py::arg("slot_mapping"), py::arg("query_start"),
@@ -150,6 +166,9 @@ void bind_cpu_kernels(py::module_& m) {
       .def(py::init(&make_linear), py::arg("weights"), py::arg("rows"), py::arg("biases"), py::arg("k"), py::arg("dtype"),
            py::arg("panels") = false);
 
+  py::class_<CpuExperts, std::shared_ptr<CpuExperts>>(m, "CpuExperts")
+      .def(py::init(&make_experts), py::arg("up"), py::arg("down"), py::arg("function"), py::arg("gated"));
+
   py::class_<CpuNorm>(m, "CpuNorm")
       .def(py::init([](Address weight, Address bias, float eps, bool float_weight) {
              return CpuNorm{pointer(weight), pointer(bias), eps, float_weight};
@@ -185,6 +204,14 @@ void bind_cpu_kernels(py::module_& m) {
             std::optional<Activation> activation;
             if (activated) activation = Activation{*activated, false};
             self.norm_linear(norm, weights, pointer(x), pointer(residual), rows, pointer(y), y_float32, activation);
+          },
+          NoGil())
+      .def(
+          "experts",
+          [](CpuKernels& self, const CpuExperts& experts, Address x, int64_t x_stride, int64_t rows, Address ids, Address weights,
+             int64_t top_k, Address y) {
+            self.experts(experts, pointer(x), x_stride, rows, pointer<const int64_t>(ids), pointer<const float>(weights), top_k,
+                         pointer(y));
           },
           NoGil())
       .def(

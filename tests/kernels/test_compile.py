@@ -178,6 +178,42 @@ def test_plans_of_many_rows_compile(tmp_path):
     assert set(compiled) == {"_tma_kernel"}
 
 
+EXPERTS = """
+from tests.kernels.compile_for import install, spills
+compiled = install()
+import torch
+from asyncengine.kernels.cuda.experts.mix import mix
+from asyncengine.kernels.cuda.experts.route import choose_experts
+from asyncengine.kernels.cuda.gpu import H200
+from asyncengine.kernels.cuda.linear.handle import CudaLinear
+from asyncengine.kernels.float8 import quantize
+from asyncengine.kernels.ops import Experts, RoutingRule
+
+def random(*shape): return torch.zeros(shape, dtype=torch.bfloat16)
+
+for form in (lambda weight: weight, quantize):
+    first, second = (CudaLinear(form(random(16, inner)), None, 16) for inner in (2048, 768))
+    experts = Experts((first,), (second,), "silu_mul", 128)
+    for rows in (1, 64, 2048):
+        routing = choose_experts(torch.zeros(rows, 128), RoutingRule(8, sums_to_one=True), pdl=True)
+        mix(random(rows, 2048), routing, experts, out=random(rows, 2048), add=True, gpu=H200, pdl=True)
+for name, kernel in compiled.items():
+    words = [word for word in ("wgmma", "griddepcontrol.wait") if word in kernel.asm["ptx"]]
+    print(":".join([name.split()[0], *words, *spills(kernel)]))
+"""
+
+
+def test_mixtures_of_experts_compile(tmp_path):
+    """The shape of Qwen3-30B-A3B, of which kernels see a few rows of the weights: one row, many, and a prompt."""
+    compiled = run(tmp_path, "-c", EXPERTS)
+    wait = "griddepcontrol.wait"
+    assert set(compiled) == {
+        f"_grouped_kernel:wgmma:{wait}",
+        *(f"{name}:{wait}" for name in ("_route_kernel", "_up_kernel", "_down_kernel", "_sort_kernel", "_sum_kernel")),
+    }
+    assert compiled.count(f"_grouped_kernel:wgmma:{wait}") == 8
+
+
 POLICIES = """
 from tests.kernels.compile_for import install, policies
 compiled = install()

@@ -210,3 +210,39 @@ def test_experts_that_lack_a_weight_are_refused(package: Package) -> None:
     up, down = torch.zeros(EXPERTS, INNER, HIDDEN), torch.zeros(EXPERTS - 1, HIDDEN, INNER)
     with pytest.raises(ValueError, match="of 6 and of 5 experts"):
         package.experts(up, down, "gelu")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_native_experts_do_not_depend_on_the_batch_or_the_threads(dtype: torch.dtype) -> None:
+    """Enough rows of one expert for every way in which rows are multiplied, and biases."""
+    random = partial(Package("reference", torch.device("cpu")).random, dtype=dtype)
+    up, down = random(3, 2 * INNER, HIDDEN, seed=1), random(3, HIDDEN, INNER, seed=2)
+    biases = [random(3, 2 * INNER, seed=3), random(3, HIDDEN, seed=4)]
+    x = random(90, 2 * HIDDEN, seed=5)[:, :HIDDEN]
+    weights, ids = random(90, 3, seed=6).float().softmax(1).topk(2, dim=1)
+    ids[:, 0], ids[:, 1] = 2, ids[:, 0] * 0 + torch.arange(90) % 2
+
+    def run(threads: int, first: int, last: int) -> Tensor:
+        ops: Any = CpuOps(threads)
+        experts = ops.make_experts(
+            [[dense(part) for part in weight.chunk(2)] for weight in up], [dense(weight) for weight in down],
+            "silu_mul", [list(bias.chunk(2)) for bias in biases[0]], list(biases[1]),
+        )  # fmt: skip
+        return ops.experts(x[first:last], Routing(weights[first:last], ids[first:last]), experts, NO_STEP)
+
+    whole = run(2, 0, 90)
+    for first, last in ((0, 1), (5, 23), (40, 90)):
+        assert torch.equal(run(1, first, last), whole[first:last])
+    expected = torch.zeros(90, HIDDEN, dtype=torch.float64)
+    for place in range(2):
+        of_row = ids[:, place]
+        wide = torch.einsum("tnk,tk->tn", up[of_row].double(), x.double()) + biases[0][of_row].double()
+        inner, _ = activated(wide, torch.zeros_like(wide), "silu_mul")
+        result = torch.einsum("tnk,tk->tn", down[of_row].double(), inner) + biases[1][of_row].double()
+        expected += weights[:, place, None] * result
+    tolerance = 1e-5 if dtype == torch.float32 else 2.0**-6
+    assert (whole.double() - expected).abs().max() <= tolerance * expected.abs().max()
+    ops: Any = CpuOps(1)
+    plain = ops.make_experts([[dense(w)] for w in up], [dense(w) for w in down], "silu_mul")
+    with pytest.raises(ValueError, match="out of range"):
+        ops.experts(x[:1], Routing(weights[:1], ids[:1] + 1), plain, NO_STEP)

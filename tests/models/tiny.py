@@ -24,6 +24,7 @@ from tokenizers import (
 )
 
 from asyncengine.runner.steps.model_runner import CpuModelRunner
+from tests.models.mixtures import MIXTURES
 
 VOCAB_SIZE = 199
 
@@ -93,19 +94,6 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         | {
             "head_dim": 16, "use_sliding_window": True, "sliding_window": 5, "attention_bias": True,
             "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
-        },
-    ),
-    "qwen3-moe": (
-        "Qwen3Moe",
-        DECODER | {"head_dim": 16, "num_local_experts": 7, "num_experts_per_tok": 3, "moe_intermediate_size": 40},
-    ),
-    "qwen3-moe-window-biased": (
-        "Qwen3Moe",
-        DECODER
-        | {
-            "num_hidden_layers": 4, "num_local_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 24,
-            "norm_topk_prob": True, "decoder_sparse_step": 2, "mlp_only_layers": [3], "attention_bias": True,
-            "use_sliding_window": True, "sliding_window": 6, "tie_word_embeddings": True,
         },
     ),
     "gemma2": ("Gemma2", GEMMA | {"attn_logit_softcapping": 4.0, "final_logit_softcapping": 9.0}),
@@ -268,6 +256,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
 }  # fmt: skip
+VARIANTS |= {name: (family, DECODER | changes) for name, (family, changes) in MIXTURES.items()}
 
 
 def build_model(variant: str, seed: int = 0, **changes: Any) -> transformers.PreTrainedModel:
@@ -282,6 +271,9 @@ def build_model(variant: str, seed: int = 0, **changes: Any) -> transformers.Pre
             torch.nn.init.normal_(parameter, 0, 0.2)
         elif parameter.ndim == 1:
             torch.nn.init.normal_(parameter, 1, 0.2)
+    for name, buffer in model.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            torch.nn.init.normal_(buffer, 0, 0.2)
     return model
 
 

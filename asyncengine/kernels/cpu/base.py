@@ -24,6 +24,7 @@ from asyncengine.kernels.ops import (
     Ops,
     Reduction,
     Routing,
+    RoutingRule,
     split_heads,
 )
 from asyncengine.kernels.weight import PackedWeight
@@ -72,9 +73,14 @@ class BaseOps(Ops[StepBatch, Residual, HandleT]):
         return self.make_head(table)
 
     def make_experts(
-        self, up: Sequence[Sequence[PackedWeight]], down: Sequence[PackedWeight], activation: Activation
+        self,
+        up: Sequence[Sequence[PackedWeight]],
+        down: Sequence[PackedWeight],
+        activation: Activation,
+        up_biases: Sequence[Sequence[Tensor]] | None = None,
+        down_biases: Sequence[Tensor] | None = None,
     ) -> Experts[HandleT]:
-        return experts.make_experts(self.make_linear, up, down, activation)
+        return experts.make_experts(self.make_linear, up, down, activation, up_biases, down_biases)
 
     @abstractmethod
     def multiply(self, x: Tensor, handle: HandleT, batch: StepBatch, out_dtype: torch.dtype | None = None) -> Tensor:
@@ -136,12 +142,26 @@ class BaseOps(Ops[StepBatch, Residual, HandleT]):
     def linear(self, x: Tensor, handle: HandleT, batch: StepBatch) -> Tensor:
         return self.multiply(x, handle, batch)
 
+    def route(self, x: Tensor, router: HandleT, rule: RoutingRule, batch: StepBatch) -> Routing:
+        return experts.choose_experts(self.multiply(x, router, batch, torch.float32), rule)
+
     def experts(self, x: Tensor, routing: Routing, handle: Experts[HandleT], batch: StepBatch) -> Tensor:
         def block(index: int, rows: Tensor) -> Tensor:
             inner = self.activate(self.multiply(rows, handle.up[index], batch), handle.activation)
             return self.multiply(inner, handle.down[index], batch)
 
         return experts.mix_rows(x, routing, block)
+
+    def experts_add_(
+        self,
+        x: Tensor,
+        routing: Routing,
+        handle: Experts[HandleT],
+        residual: Residual,
+        batch: StepBatch,
+        norm: Norm | None = None,
+    ) -> None:
+        self.add_(self.experts(x, routing, handle, batch), residual, batch, norm)
 
     def add_(self, x: Tensor, residual: Residual, batch: StepBatch, norm: Norm | None = None) -> None:
         self.plain(residual, batch)

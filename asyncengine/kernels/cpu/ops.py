@@ -13,17 +13,26 @@ from typing import get_args
 import torch
 from torch import Tensor
 
-from asyncengine._core import ActivationFunction, CpuKernels, CpuNorm, Dtype, PagedKV, StepBatch
+from asyncengine._core import ActivationFunction, CpuExperts, CpuKernels, CpuNorm, Dtype, PagedKV, StepBatch
 from asyncengine.kernels.cpu.base import BaseOps, PrefillAttention, Residual
 from asyncengine.kernels.cpu.checks import check, check_heads, check_rows, native_dtype
 from asyncengine.kernels.cpu.linear.formats.base import Native
 from asyncengine.kernels.cpu.linear.formats.dense import Dense
 from asyncengine.kernels.cpu.linear.formats.registry import format_of
-from asyncengine.kernels.cpu.linear.handle import CpuLinearHandle, UnpackedHandle
+from asyncengine.kernels.cpu.linear.handle import CpuLinearHandle, NativeExperts, UnpackedHandle
 from asyncengine.kernels.cpu.linear.panels import Panels
 from asyncengine.kernels.cpu.memory import Result, ResultPool
 from asyncengine.kernels.float8 import FLOAT8
-from asyncengine.kernels.ops import Activation, AttentionCall, AttentionLayer, LayerKVCache, Norm, is_gated
+from asyncengine.kernels.ops import (
+    Activation,
+    AttentionCall,
+    AttentionLayer,
+    Experts,
+    LayerKVCache,
+    Norm,
+    Routing,
+    is_gated,
+)
 from asyncengine.kernels.weight import PackedWeight
 
 # The function, and whether it is gated.
@@ -95,6 +104,44 @@ class CpuOps(BaseOps[CpuLinearHandle | UnpackedHandle]):
     def make_embedding(self, table: PackedWeight, *, tied: bool, copy: bool = False) -> CpuLinearHandle:
         """A handle for a dense table."""
         return self._handle([table], Dense().pack([table], [None], self._panels, rearrange=tied and copy))
+
+    def make_experts(
+        self,
+        up: Sequence[Sequence[PackedWeight]],
+        down: Sequence[PackedWeight],
+        activation: Activation,
+        up_biases: Sequence[Sequence[Tensor]] | None = None,
+        down_biases: Sequence[Tensor] | None = None,
+    ) -> Experts[CpuLinearHandle | UnpackedHandle]:
+        made = super().make_experts(up, down, activation, up_biases, down_biases)
+        first, second = ([h.native for h in side if isinstance(h, CpuLinearHandle)] for side in (made.up, made.down))
+        if len(first) < made.count or len(second) < made.count:
+            return made
+        native = CpuExperts(first, second, *_ACTIVATIONS[activation])
+        return NativeExperts(made.up, made.down, activation, made.count, native, made.down[0].out_features)
+
+    def experts(
+        self,
+        x: Tensor,
+        routing: Routing,
+        handle: Experts[CpuLinearHandle | UnpackedHandle],
+        batch: StepBatch,
+    ) -> Tensor:
+        """Native kernels read the weights of the experts that are hit, once."""
+        if not isinstance(handle, NativeExperts):
+            return super().experts(x, routing, handle, batch)
+        up = handle.up[0]
+        assert isinstance(up, CpuLinearHandle)
+        check_rows(x, up.dtype, up.in_features)
+        ids, weights = routing.ids.to(torch.int64).contiguous(), routing.weights.float().contiguous()
+        rows, top_k = ids.shape
+        if rows != x.shape[0] or weights.shape != ids.shape:
+            raise ValueError(f"routing {list(ids.shape)} and {list(weights.shape)} does not fit x {list(x.shape)}")
+        y = self._results.empty((rows, handle.out_features), x.dtype)
+        self._native.experts(
+            handle.native, x.data_ptr(), x.stride(0), rows, ids.data_ptr(), weights.data_ptr(), top_k, y.data_ptr()
+        )
+        return y
 
     def _handle(self, weights: Sequence[PackedWeight], packed: Native) -> CpuLinearHandle:
         rows, (native, tensors, dtype) = sum(weight.out_features for weight in weights), packed

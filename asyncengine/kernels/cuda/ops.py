@@ -14,6 +14,9 @@ from torch import Tensor
 
 from asyncengine._core import Need
 from asyncengine.kernels.cuda.attention.run import BucketAttention
+from asyncengine.kernels.cuda.experts.mix import mix
+from asyncengine.kernels.cuda.experts.route import choose_experts
+from asyncengine.kernels.cuda.experts.stack import stack_experts
 from asyncengine.kernels.cuda.gpu import Gpu, describe
 from asyncengine.kernels.cuda.launch.programmatic import TmaOptions
 from asyncengine.kernels.cuda.linear.choose import Choices
@@ -27,10 +30,19 @@ from asyncengine.kernels.cuda.rows.activation import soft_cap_
 from asyncengine.kernels.cuda.rows.lanes import HostLanes, exchange
 from asyncengine.kernels.cuda.rows.lookup import embed
 from asyncengine.kernels.cuda.rows.norms import norm_rows
+from asyncengine.kernels.cuda.rows.tensors import empty_rows
 from asyncengine.kernels.cuda.sampling.sample import Ranks
 from asyncengine.kernels.cuda.step.tensors import DeviceStep
-from asyncengine.kernels.experts import make_experts, mix_all
-from asyncengine.kernels.ops import Activation, AttentionLayer, Experts, LayerKVCache, Norm, Reduction, Routing
+from asyncengine.kernels.ops import (
+    Activation,
+    AttentionLayer,
+    Experts,
+    LayerKVCache,
+    Norm,
+    Reduction,
+    Routing,
+    RoutingRule,
+)
 from asyncengine.kernels.weight import DENSE, PackedWeight, tensors_of
 
 
@@ -92,9 +104,14 @@ class CudaOps:
         return self.make_head(table) if tied else CudaLinear(rows, None, len(rows))
 
     def make_experts(
-        self, up: Sequence[Sequence[PackedWeight]], down: Sequence[PackedWeight], activation: Activation
+        self,
+        up: Sequence[Sequence[PackedWeight]],
+        down: Sequence[PackedWeight],
+        activation: Activation,
+        up_biases: Sequence[Sequence[Tensor]] | None = None,
+        down_biases: Sequence[Tensor] | None = None,
     ) -> Experts[CudaLinear]:
-        return make_experts(self.make_linear, up, down, activation)
+        return stack_experts(up, down, activation, up_biases, down_biases)
 
     def embed(
         self, batch: CudaBatch, embedding: CudaLinear, position_table: Tensor | None = None, scale: float = 1.0
@@ -136,20 +153,40 @@ class CudaOps:
     def normed(self, residual: Residual, norm: Norm, batch: CudaBatch) -> Tensor:
         return residual.read_by_kernel(norm, pdl=self.options.pdl)
 
-    def linear(self, x: Tensor, handle: CudaLinear, batch: CudaBatch) -> Tensor:
+    def linear(self, x: Matrix, handle: CudaLinear, batch: CudaBatch) -> Tensor:
         handle = handle.exact()
-        return self._product(x, handle, self.choices.plan(handle.site(len(x), x.dtype)))
+        return self._product(x, handle, self.choices.plan(handle.site(len(x), handle.format.result_dtype(x))))
 
-    def experts(self, x: Tensor, routing: Routing, handle: Experts[CudaLinear], batch: CudaBatch) -> Tensor:
-        """By libraries alone, each expert for all rows: no kernel is compiled, and nothing waits for the routing."""
+    def route(self, x: Tensor, router: CudaLinear, rule: RoutingRule, batch: CudaBatch) -> Routing:
+        router = router.exact()
+        plan = self.choices.plan(router.site(len(x), x.dtype))
+        operand = self._projections.operand(x, router, plan)
+        logits = as_tensor(self._projections.project(operand, router, plan, dtype=torch.float32))
+        return choose_experts(logits, rule, pdl=self.options.pdl)
 
-        def block(index: int, rows: Tensor) -> Tensor:
-            up, down = handle.up[index].exact(), handle.down[index].exact()
-            wide = up.format.product(up.format.make_rows(rows, pdl=False), up.weight, None, rows.dtype)
-            inner = up.format.activate(wide, handle.activation, pdl=False)
-            return down.format.product(inner, down.weight, None, rows.dtype)
+    def experts(self, x: Tensor, routing: Routing, experts: Experts[CudaLinear], batch: CudaBatch) -> Tensor:
+        [down] = experts.down
+        out = empty_rows(len(x), down.out_features // experts.count, x.dtype, x.device)
+        self._mix(x, routing, experts, out, add=False)
+        return out
 
-        return mix_all(x, routing, range(len(handle.up)), block)
+    def experts_add_(
+        self,
+        x: Tensor,
+        routing: Routing,
+        experts: Experts[CudaLinear],
+        residual: Residual,
+        batch: CudaBatch,
+        norm: Norm | None = None,
+    ) -> None:
+        if norm is None and self.reduction is None:
+            self._mix(x, routing, experts, residual.settle(), add=True)
+        else:
+            self.add_(self.experts(x, routing, experts, batch), residual, batch, norm)
+
+    def _mix(self, x: Tensor, routing: Routing, experts: Experts[CudaLinear], out: Tensor, *, add: bool) -> None:
+        invariant = self.options.batch_invariant
+        mix(x, routing, experts, out=out, add=add, gpu=self.gpu, invariant=invariant, pdl=self.options.pdl)
 
     def add_(self, x: Tensor, residual: Residual, batch: CudaBatch, norm: Norm | None = None) -> None:
         if self.reduction is not None:

@@ -192,6 +192,9 @@ class Checkpoint:
         self.owned_bytes += stored.numel() * self._dtype.itemsize
         return stored.to(self._dtype).T
 
+    def float32(self, name: str, count: int) -> Tensor:
+        return self._own(self._read(name, (count,)).to(self._device, torch.float32))
+
     def scales(self, name: str, count: int) -> Tensor | None:
         """float32 [count] on the CPU, of a tensor that has as many elements or one for all; None if there is none.
 
@@ -334,6 +337,9 @@ class DummyWeights:
         """A transposed view of numbers that are drawn for the transpose of ``shape``."""
         axis = 1 - part.axis
         return self.get(name, *shape[::-1], part=part._replace(axis=axis)).T
+
+    def float32(self, name: str, count: int) -> Tensor:
+        return self.get(name, count).float()
 
     def scales(self, name: str, count: int) -> Tensor | None:
         """Random weights have no scales."""

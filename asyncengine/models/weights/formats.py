@@ -33,6 +33,9 @@ class TensorSource(Protocol):
         Raises MissingWeightError if there is none, WeightMismatchError if its shape is another.
         """
 
+    def float32(self, name: str, count: int) -> Tensor:
+        """A vector [count] in float32. Raises as ``get`` does."""
+
     def get_transposed(self, name: str, *shape: int, part: Part = WHOLE) -> Tensor:
         """A matrix that is stored as the transpose of ``shape``: a transposed view, to be copied once."""
 

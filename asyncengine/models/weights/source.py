@@ -65,6 +65,10 @@ class WeightSource:
         """The matrix of an embedding or of a head, of which each rank has the whole."""
         return self._format.table(self._tensors, module, (rows, width), self._shard.part("whole"))
 
+    def float32(self, name: str, count: int) -> Tensor:
+        """A vector [count] in float32, whatever the model's dtype is."""
+        return self._tensors.float32(name, count)
+
     def tensor(self, name: str, *shape: int) -> Tensor:
         """A tensor that is no matrix of a product, as a norm's, in the model's dtype. Each rank has the whole."""
         return self._tensors.get(name, *shape)

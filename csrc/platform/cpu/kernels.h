@@ -42,6 +42,12 @@ struct CpuNorm {
   bool float_weight = false;  // of a root mean square norm: its weight is in float32, else in the rows' dtype
 };
 
+// Feed-forward blocks of one shape among which rows are distributed: down · activation(up · x). There is at least one.
+struct CpuExperts {
+  std::vector<CpuLinear> up, down;
+  Activation activation;
+};
+
 // Scratch memory on cache-line boundaries. It only grows, so that a steady state allocates nothing.
 class ScratchBuffer {
  public:
@@ -80,6 +86,11 @@ class CpuKernels {
   // activation of y, which is not gated.
   void norm_linear(const CpuNorm& norm, const CpuLinear& weights, const void* x, void* residual, int64_t rows, void* y,
                    bool y_float32, std::optional<Activation> activation = std::nullopt);
+  // y [rows, N of down] = the results of each row's experts, ids [rows, top_k], times weights [rows, top_k], added up in
+  // float32 in the order of the ids. Experts that no row has are not read. Throws std::invalid_argument for an id that is
+  // out of range.
+  void experts(const CpuExperts& experts, const void* x, int64_t x_stride, int64_t rows, const int64_t* ids, const float* weights,
+               int64_t top_k, void* y);
   // weight [rows, k], or if transposed [k, rows], into panels (see CpuLinear), filled up with zeros.
   void pack_panels(Dtype dtype, const void* weight, bool transposed, int64_t rows, int64_t k, void* panels);
   // y [tokens, k] = the tokens' rows of the first matrix of `table` times scale, plus, if there is such a table, those of
@@ -120,6 +131,11 @@ class CpuKernels {
     const void* v;
     int64_t k_stride, v_stride;
   };
+  struct HitExpert {  // an expert that computes rows of a call
+    const CpuLinear *up, *down;
+    int64_t first, rows;  // of its pairs
+    int64_t packed;       // offset into packed_x_, in floats
+  };
   struct PlannedItem {
     AttentionItem item;
     int64_t partials;  // offset into partials_, in floats; -1: none
@@ -130,6 +146,11 @@ class CpuKernels {
   template <class Prepare>
   void multiply(const CpuLinear& weights, const void* x, int64_t x_stride, int64_t rows, void* y, bool y_float32,
                 std::optional<Activation> activation, Prepare&& prepare);
+  void sort_pairs(const CpuExperts& experts, const int64_t* ids, int64_t pairs);
+  template <class Prepare>
+  void multiply_experts(bool up, const void* x, void* y, bool y_float32, Prepare&& prepare);
+  void sum_results(const float* results, const float* weights, int64_t first_pair, int64_t top_k, int64_t width, Dtype dtype,
+                   void* y) const;
   void plan_attention(const AttentionTask& task, const StepBatch& batch, int64_t tokens);
   // fresh is stored on the way; null: all keys and values are there.
   void attend(Dtype dtype, const AttentionTask& task, int64_t tokens, const PagedKV& cache, const StepBatch& batch,
@@ -153,6 +174,10 @@ class CpuKernels {
   std::vector<SplitRow> split_rows_;
   std::vector<TokenRange> stored_apart_;  // rows whose keys and values are there before any item starts
   ScratchBuffer partials_;
+  ScratchBuffer expert_rows_;  // of pairs of a row and an expert, in the order of their experts: inputs, products, results
+  std::vector<HitExpert> hit_;
+  std::vector<LinearTask> products_;
+  std::vector<int64_t> first_pairs_, places_, pair_at_;  // by expert; places of pairs in that order, and the pairs there
 };
 
 }  // namespace asyncengine

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from asyncengine._core import CpuLinear, CpuNorm
+from asyncengine._core import CpuExperts, CpuLinear, CpuNorm
 from asyncengine.kernels.cpu.linear.formats.base import Format
 from asyncengine.kernels.cpu.memory import Result
-from asyncengine.kernels.ops import Norm
+from asyncengine.kernels.ops import Experts, Norm
 from asyncengine.kernels.weight import PackedWeight
 
 
@@ -51,3 +51,11 @@ class UnpackedHandle:
     @property
     def out_features(self) -> int:
         return sum(weight.out_features for weight in self.weights)
+
+
+@dataclass(frozen=True, slots=True)
+class NativeExperts(Experts[CpuLinearHandle | UnpackedHandle]):
+    """Experts that native kernels multiply, all of one shape."""
+
+    native: CpuExperts
+    out_features: int

@@ -1,0 +1,170 @@
+"""Experts of one row or of two: each pair of a row and an expert as products of a matrix and a vector, unsorted.
+
+Nothing of an expert can be read before the routing is known, so a program asks for all of its weights at once, and as
+many programs as fit run side by side. Programs of several pairs and the same columns start together: an expert that two
+rows share comes from the L2 cache the second time.
+
+The second product adds up the results of a row's experts in their order, in one program, and may add to the residual.
+"""
+# mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call, import-untyped"
+# mypy: disable-error-code="assignment, var-annotated, unreachable, misc"
+# ruff: noqa: RUF005 - Triton knows no starred items in a tuple
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from asyncengine.kernels.cuda.experts.epilogue import GATED_KINDS, activate_columns
+from asyncengine.kernels.cuda.launch.compiling import kernel
+from asyncengine.kernels.cuda.launch.programmatic import launch_options, start_next, wait
+from asyncengine.kernels.cuda.linear.formats.base import values_and_scale
+from asyncengine.kernels.cuda.linear.handle import CudaLinear
+from asyncengine.kernels.cuda.linear.skinny import weight_rows_of
+
+_MOST_HELD = 1 << 15
+"""Elements of weights that a program of 128 threads has on the way at most."""
+
+
+@triton.jit
+def _add_products(acc, weight, x, factor, k, K: tl.constexpr, STEPS: tl.constexpr, HELD: tl.constexpr,
+                  BK: tl.constexpr):  # fmt: skip
+    """acc [BN, BK] += weights at ``weight`` [BN, 1] times the row at ``x`` times a factor, HELD steps at a time."""
+    EVEN: tl.constexpr = K % (HELD * BK) == 0
+    for first in tl.range(0, STEPS, HELD):
+        w, xs = (), ()
+        for i in tl.static_range(HELD):
+            at = (first + i) * BK + k
+            if EVEN:
+                w = w + (tl.load(weight + at[None, :]),)
+                xs = xs + (tl.load(x + at),)
+            else:
+                w = w + (tl.load(weight + at[None, :], mask=(at < K)[None, :], other=0.0),)
+                xs = xs + (tl.load(x + at, mask=at < K, other=0.0),)
+        for i in tl.static_range(HELD):
+            acc += w[i].to(tl.float32) * (xs[i].to(tl.float32) * factor)[None, :]
+    return acc
+
+
+@kernel
+def _up_kernel(
+    x,
+    ids,
+    weight,
+    bias,
+    out,
+    weight_scale,
+    columns,
+    x_stride,
+    K: tl.constexpr,
+    TOP_K: tl.constexpr,
+    BN: tl.constexpr,
+    BK: tl.constexpr,
+    HELD: tl.constexpr,
+    ACT: tl.constexpr,
+    GATED: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """A program is a pair and some columns."""
+    start_next(PDL)
+    pair, program = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    k = tl.arange(0, BK)
+    row = weight_rows_of(program, columns, GATED, BN)
+    wait(PDL)
+    row += tl.load(ids + pair).to(tl.int64) * (columns * (2 if GATED else 1))
+    acc = tl.zeros([BN, BK], tl.float32)
+    acc = _add_products(acc, weight + row[:, None] * K, x + pair // TOP_K * x_stride, 1.0, k, K,
+                        (K + BK - 1) // BK, HELD, BK)  # fmt: skip
+    y = tl.sum(acc, 1)[:, None]
+    if weight_scale is not None:
+        y *= tl.load(weight_scale + row)[:, None]
+    if bias is not None:
+        y += tl.load(bias + row).to(tl.float32)[:, None]
+    y = activate_columns(y, ACT, GATED)
+    WIDTH: tl.constexpr = BN // 2 if GATED else BN
+    column = (program * WIDTH + tl.arange(0, WIDTH))[:, None]
+    tl.store(out + pair * columns + column, y.to(out.dtype.element_ty), mask=column < columns)
+
+
+@kernel
+def _down_kernel(
+    x,
+    ids,
+    factors,
+    weight,
+    bias,
+    out,
+    weight_scale,
+    columns,
+    out_stride,
+    K: tl.constexpr,
+    TOP_K: tl.constexpr,
+    BN: tl.constexpr,
+    BK: tl.constexpr,
+    HELD: tl.constexpr,
+    ADD: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """A program is a row and some columns."""
+    start_next(PDL)
+    row, program = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    k, column = tl.arange(0, BK), program * BN + tl.arange(0, BN)
+    own = tl.minimum(column, columns - 1)
+    to = out + row * out_stride + column
+    wait(PDL)
+    total = tl.zeros([BN], tl.float32)
+    acc = tl.zeros([BN, BK], tl.float32)
+    for i in tl.static_range(TOP_K):
+        pair = row * TOP_K + i
+        of_expert = tl.load(ids + pair).to(tl.int64) * columns + own
+        factor = tl.load(factors + pair).to(tl.float32)
+        at = weight + of_expert[:, None] * K
+        if weight_scale is None:
+            acc = _add_products(acc, at, x + pair * K, factor, k, K, (K + BK - 1) // BK, HELD, BK)
+        else:
+            own_acc = tl.zeros([BN, BK], tl.float32)
+            own_acc = _add_products(own_acc, at, x + pair * K, factor, k, K, (K + BK - 1) // BK, HELD, BK)
+            acc += own_acc * tl.load(weight_scale + of_expert)[:, None]
+        if bias is not None:
+            total += factor * tl.load(bias + of_expert).to(tl.float32)
+    total += tl.sum(acc, 1)
+    if ADD:
+        total += tl.load(to, mask=column < columns, other=0.0).to(tl.float32)
+    tl.store(to, total.to(out.dtype.element_ty), mask=column < columns)
+
+
+def _step(inner: int) -> int:
+    """Elements of K in a step: what divides it, or else what leaves little of the last step over."""
+    whole = inner & -inner
+    return min(1024, whole if whole >= 256 else 1 << (inner - 1).bit_length())
+
+
+def _held(inner: int, step: int, columns: int) -> int:
+    """Steps whose weights are on the way at the same time."""
+    return max(1, min(-(-inner // step), _MOST_HELD // (step * columns)))
+
+
+def multiply_up(x: Tensor, ids: Tensor, handle: CudaLinear, *, out: Tensor, activation: str, pdl: bool = False) -> None:
+    """out [T * top_k, I] = activation(x W^T + bias) for the row of each pair by the weights of its expert."""
+    weight, scale = values_and_scale(handle.weight)
+    (pairs, columns), inner, gated = out.shape, x.shape[1], activation in GATED_KINDS
+    step, tile = _step(inner), 4
+    _up_kernel[(pairs, triton.cdiv(columns * (1 + gated), tile))](
+        x, ids, weight, handle.bias, out, scale, columns, x.stride(0), K=inner, TOP_K=ids.shape[1], BN=tile, BK=step,
+        HELD=_held(inner, step, tile), ACT=activation, GATED=gated, num_warps=4 if step == 1024 and inner > 2048 else 2,
+        **launch_options(pdl),
+    )  # fmt: skip
+
+
+def multiply_down(
+    x: Tensor, ids: Tensor, factors: Tensor, handle: CudaLinear, *, out: Tensor, add: bool, pdl: bool = False
+) -> None:
+    """out [T, H] = the sum of (x W^T + bias) * factors over the pairs of each row, or out += that; x [T * top_k, I]."""
+    weight, scale = values_and_scale(handle.weight)
+    (rows, columns), inner = out.shape, x.shape[1]
+    step, tile = _step(inner), 4
+    _down_kernel[(rows, triton.cdiv(columns, tile))](
+        x, ids, factors, weight, handle.bias, out, scale, columns, out.stride(0), K=inner, TOP_K=ids.shape[1],
+        BN=tile, BK=step, HELD=_held(inner, step, tile), ADD=add, num_warps=4, **launch_options(pdl),
+    )  # fmt: skip

@@ -1,0 +1,44 @@
+"""Tiles of the products of experts, by a formula of the rows that an expert has on average."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from asyncengine.kernels.cuda.gpu import Gpu
+
+FEW_ROWS = 2
+"""Most rows whose experts are multiplied without sorting (see few_rows.py): most of these experts differ."""
+_SHORTEST, _TALLEST = 16, 128
+
+
+class Tiles(NamedTuple):
+    """Tiles of a grouped product."""
+
+    rows: int
+    """rows of one expert in a tile"""
+    columns: int
+    """rows of the weight in a tile"""
+    inner: int
+    """elements of K in a step"""
+    warps: int
+    stages: int
+
+
+def tiles_for(pairs: int, experts: int, bits: tuple[int, int], gpu: Gpu, *, invariant: bool = False) -> Tiles:
+    """The tiles for so many pairs of a row and an expert, with ``bits`` in an element of a weight and of a row.
+
+    Twice the mean height holds nearly every expert's rows in one tile, so that weights are read once. Low tiles are for
+    reading: two programs share a multiprocessor, and keep as much of the weights on the way as their memory holds. An
+    ``invariant`` choice depends on no number of rows.
+    """
+    rows = _SHORTEST
+    while not invariant and rows < _TALLEST and rows * experts < 2 * pairs:
+        rows *= 2
+    if rows >= _TALLEST and min(bits) == 16:
+        columns, inner, warps, memory = 128, 64, 8, gpu.tile_bytes_of_two
+    else:
+        columns, inner, warps, memory = 64, 64 if rows > 32 else 128, 4, gpu.tile_bytes_of_two
+    if max(bits) == 32:
+        inner //= 2
+    step = (columns * bits[0] + rows * bits[1]) * inner // 8
+    return Tiles(rows, columns, inner, warps, max(2, min(6, memory // step)))

@@ -1,0 +1,115 @@
+"""Mixtures of experts of the real shapes against torch in float32, and in a captured graph."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from asyncengine.kernels.cuda.linear.residual import Residual
+from asyncengine.kernels.cuda.ops import CudaBatch, CudaOps, CudaOptions
+from asyncengine.kernels.cuda.step.tensors import allocate_step
+from asyncengine.kernels.cuda.trials import examine
+from asyncengine.kernels.experts import choose_experts
+from asyncengine.kernels.float8 import pack_float8, quantize
+from asyncengine.kernels.ops import Routing, RoutingRule
+from asyncengine.kernels.weight import dense
+
+SHAPES = {"qwen3-30b-a3b": (128, 8, 2048, 768), "gpt-oss-20b": (32, 4, 2880, 2880), "mixtral-8x7b": (8, 2, 4096, 14336)}
+
+
+class Mixture:
+    """A layer of experts of a real shape, and its results by torch."""
+
+    def __init__(self, shape: str, *, float8: bool = False) -> None:
+        self.experts, top_k, self.hidden, inner = SHAPES[shape]
+        self.device = torch.device("cuda")
+        gpu = examine(self.device)
+        self.ops = CudaOps(self.device, CudaOptions(pdl=gpu.dependent_launch, gpu=gpu))
+        self.rule = RoutingRule(top_k, sums_to_one=True)
+        self.up = self.random(self.experts, 2 * inner, self.hidden, std=self.hidden**-0.5)
+        self.down = self.random(self.experts, self.hidden, inner, std=inner**-0.5)
+        self.router = self.random(self.experts, self.hidden, std=self.hidden**-0.5)
+        pack = pack_float8 if float8 else dense
+        halves = [[pack(part) for part in weight.chunk(2)] for weight in self.up]
+        self.handle = self.ops.make_experts(halves, [pack(weight) for weight in self.down], "silu_mul")
+        self.to_logits = self.ops.make_linear([dense(self.router)], [None])
+        if float8:
+            for weights in (self.up, self.down):
+                for weight in weights:
+                    weight.copy_(quantize(weight).dequantize())
+
+    def random(self, *shape: int, std: float = 1.0) -> Tensor:
+        return torch.empty(shape, dtype=torch.bfloat16, device=self.device).normal_(std=std)
+
+    def batch(self, rows: int) -> CudaBatch:
+        return CudaBatch(allocate_step(rows, 1, rows, rows, self.device))
+
+    def by_torch(self, x: Tensor, routing: Routing) -> Tensor:
+        """float32 [T, H]"""
+        out = torch.zeros(len(x), self.hidden, device=self.device)
+        for expert in routing.ids.unique().tolist():
+            row, place = (routing.ids == expert).nonzero(as_tuple=True)
+            gate, up = F.linear(x[row].float(), self.up[expert].float()).chunk(2, -1)
+            inner = (F.silu(gate) * up).bfloat16().float()
+            result = F.linear(inner, self.down[expert].float())
+            out[row] += result * routing.weights[row, place, None].float()
+        return out
+
+    def check(self, got: Tensor, expected: Tensor) -> None:
+        error = (got.float() - expected).std() / expected.std()
+        assert error < 0.01, float(error)
+
+
+@pytest.fixture(autouse=True)
+def exact_products() -> None:
+    torch.manual_seed(0)
+    torch.backends.cuda.matmul.allow_tf32 = False
+
+
+@pytest.mark.parametrize("float8", [False, True], ids=["bf16", "fp8"])
+@pytest.mark.parametrize("shape", SHAPES)
+@torch.inference_mode()
+def test_experts_of_real_shapes(shape: str, float8: bool) -> None:
+    """Random routing, and all rows to the same experts; one row to a prompt of 1,500 tokens."""
+    mixture = Mixture(shape, float8=float8)
+    for rows in (1, 2, 3, 8, 64, 256, 1500):
+        x = mixture.random(rows, mixture.hidden)
+        routing = mixture.ops.route(x, mixture.to_logits, mixture.rule, mixture.batch(rows))
+        plain = choose_experts(F.linear(x.float(), mixture.router.float()), mixture.rule)
+        torch.testing.assert_close(routing.weights.sum(1), plain.weights.sum(1))
+        assert (routing.ids.sort(1)[0] == plain.ids.sort(1)[0]).float().mean() > 0.99
+        same = Routing(routing.weights, routing.ids[:1].expand(rows, -1).contiguous())
+        for one in (routing, same):
+            expected = mixture.by_torch(x, one)
+            mixture.check(mixture.ops.experts(x, one, mixture.handle, mixture.batch(rows)), expected)
+            residual = Residual(torch.ones_like(x))
+            mixture.ops.experts_add_(x, one, mixture.handle, residual, mixture.batch(rows))
+            mixture.check(residual.settle(), expected + 1)
+
+
+@torch.inference_mode()
+def test_a_captured_mixture_follows_its_rows() -> None:
+    """A replay with other rows routes them to their own experts, and equal rows give equal bits."""
+    mixture = Mixture("qwen3-30b-a3b")
+    for rows in (1, 64):
+        x, batch = mixture.random(rows, mixture.hidden), mixture.batch(rows)
+
+        def step(x: Tensor = x, batch: CudaBatch = batch) -> Tensor:
+            routing = mixture.ops.route(x, mixture.to_logits, mixture.rule, batch)
+            return mixture.ops.experts(x, routing, mixture.handle, batch)
+
+        step()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out = step()
+        seen = []
+        for seed in (1, 2, 1):
+            x.copy_(torch.randn(x.shape, generator=torch.Generator().manual_seed(seed)))
+            graph.replay()
+            seen.append(out.clone())
+            logits = F.linear(x.float(), mixture.router.float())
+            mixture.check(out, mixture.by_torch(x, choose_experts(logits, mixture.rule)))
+        assert torch.equal(seen[0], seen[2])
+        assert not torch.equal(seen[0], seen[1])

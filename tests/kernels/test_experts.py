@@ -1,0 +1,210 @@
+"""The kernels of mixtures of experts against plain formulas: routing, sorting, and products of few and of many rows."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from asyncengine.kernels.cuda.experts.mix import mix
+from asyncengine.kernels.cuda.experts.plan import FEW_ROWS, tiles_for
+from asyncengine.kernels.cuda.experts.route import choose_experts
+from asyncengine.kernels.cuda.experts.sort import sort_pairs
+from asyncengine.kernels.cuda.experts.stack import stack_experts
+from asyncengine.kernels.cuda.gpu import H200, INTERPRETER
+from asyncengine.kernels.cuda.linear.formats.base import as_tensor
+from asyncengine.kernels.experts import choose_experts as choose_plainly
+from asyncengine.kernels.float8 import pack_float8, unpack_float8
+from asyncengine.kernels.ops import Activation, Routing, RoutingRule
+from asyncengine.kernels.weight import PackedWeight, dense
+
+HIDDEN, INNER = 72, 40
+
+
+def random(*shape: int, seed: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+# ---- routing ----
+
+RULES = {
+    "softmax": (RoutingRule(3), 11),
+    "renormalised": (RoutingRule(4, sums_to_one=True), 16),
+    "one": (RoutingRule(1), 5),
+    "sigmoid": (RoutingRule(3, "sigmoid", sums_to_one=True, scale=2.5, correction=random(12, seed=1)), 12),
+    "groups": (RoutingRule(4, "sigmoid", True, 1.5, random(18, seed=2) / 4, groups=6, kept_groups=3), 18),
+    "all": (RoutingRule(6, "sigmoid", groups=3, kept_groups=2), 9),
+}
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_routing_is_that_of_plain_operations(device: torch.device, name: str) -> None:
+    rule, experts = RULES[name]
+    if rule.correction is not None:
+        rule = rule._replace(correction=rule.correction.to(device))
+    logits = random(40, experts + 3, seed=3).to(device)[:, :experts]
+    got, expected = choose_experts(logits, rule), choose_plainly(logits, rule)
+    places = got.ids.long().argsort(1), expected.ids.argsort(1)
+    ids, weights = (
+        [tensor.gather(1, at) for tensor, at in zip(pair, places, strict=True)]
+        for pair in ((got.ids.long(), expected.ids), (got.weights, expected.weights))
+    )
+    assert torch.equal(*ids)
+    torch.testing.assert_close(*weights)
+    assert len(ids[0].unique(dim=0)) > 1
+
+
+def test_rows_that_are_no_numbers_are_routed_to_experts_that_there_are(device: torch.device) -> None:
+    """A row has different experts, and weights that are no numbers, which sampling sees."""
+    logits = random(4, 12, seed=1).to(device)
+    logits[0], logits[1, 3:] = float("nan"), float("nan")
+    for rule in (RoutingRule(5), RoutingRule(5, "sigmoid", groups=4, kept_groups=2)):
+        weights, ids = choose_experts(logits, rule)
+        assert ids.min() >= 0
+        assert ids.max() < 12
+        assert all(len(row.unique()) == 5 for row in ids)
+        assert weights[0].isnan().all()
+        assert not weights[3].isnan().any()
+
+
+# ---- sorting ----
+
+
+@pytest.mark.parametrize(("rows", "experts", "top_k", "tile"), [(1, 5, 2, 16), (50, 7, 3, 16), (700, 3, 3, 32)])
+def test_pairs_are_sorted_by_expert(device: torch.device, rows: int, experts: int, top_k: int, tile: int) -> None:
+    ids = random(rows, experts, seed=1).topk(top_k, 1)[1].to(torch.int32).to(device)
+    order, tiles, limit = sort_pairs(ids, experts, tile)
+    flat = ids.flatten().cpu()
+    assert torch.equal(order.cpu().long(), flat.sort(stable=True)[1])
+    total = int(tiles[-1])
+    assert total == sum(-(-int(count) // tile) for count in flat.bincount()) <= limit
+    owner, first, count = tiles[:-1].view(3, limit)[:, :total].tolist()
+    assert [e for e, n in zip(owner, count, strict=True) for _ in range(n)] == flat.sort()[0].tolist()
+    assert [f + n for f, n in zip(first, count, strict=True)] == [*first[1:], rows * top_k]
+
+
+# ---- products ----
+
+
+def weights_of(packed: PackedWeight) -> Tensor:
+    if packed.format == "dense":
+        return packed.tensors["weight"]
+    return unpack_float8([packed])[0].dequantize()
+
+
+def plainly(
+    x: Tensor, routing: Routing, up: Tensor, down: Tensor, activation: str, biases: tuple[Tensor, Tensor] | None
+) -> Tensor:
+    """The results in float64, inner rows rounded to x's dtype."""
+    out = torch.zeros(len(x), down.shape[1], dtype=torch.float64)
+    for row in range(len(x)):
+        for weight, e in zip(routing.weights[row].tolist(), routing.ids[row].tolist(), strict=True):
+            inner = up[e].double() @ x[row].double() + (biases[0][e].double() if biases else 0)
+            if activation.endswith("_mul"):
+                gate, wide = inner.chunk(2)
+                inner = torch.nn.functional.silu(gate) * wide
+                if activation == "gelu_tanh_mul":
+                    inner = torch.nn.functional.gelu(gate, approximate="tanh") * wide
+            else:
+                inner = torch.nn.functional.gelu(inner)
+            inner = inner.to(x.dtype).double()
+            out[row] += weight * (down[e].double() @ inner + (biases[1][e].double() if biases else 0))
+    return out
+
+
+def spread(rows: int, experts: int, top_k: int, seed: int = 5) -> Routing:
+    return choose_plainly(random(rows, experts, seed=seed), RoutingRule(top_k, sums_to_one=True))
+
+
+def to_one(rows: int, experts: int, top_k: int) -> Routing:
+    """Every row goes to the last experts alone."""
+    ids = torch.arange(experts - top_k, experts, dtype=torch.int32).expand(rows, top_k).contiguous()
+    return Routing(torch.rand(rows, top_k, generator=torch.Generator().manual_seed(1)), ids)
+
+
+CASES = {
+    "one-row": (spread(1, 6, 3), "silu_mul", torch.float32, False),
+    "one-row-bf16": (spread(1, 5, 2), "silu_mul", torch.bfloat16, True),
+    "two-rows": (spread(2, 4, 2), "gelu_tanh_mul", torch.float32, True),
+    "three-rows": (spread(3, 9, 2), "silu_mul", torch.bfloat16, False),
+    "many-rows": (spread(45, 6, 2), "silu_mul", torch.float32, True),
+    "one-expert": (to_one(37, 5, 1), "gelu", torch.bfloat16, True),
+    "two-experts": (to_one(40, 7, 2), "silu_mul", torch.float32, False),
+}
+
+
+@pytest.mark.parametrize("float8", [False, True], ids=["dense", "float8"])
+@pytest.mark.parametrize("case", CASES)
+def test_mixtures_are_those_of_plain_operations(device: torch.device, case: str, float8: bool) -> None:
+    (weights, ids), kind, dtype, biased = CASES[case]
+    activation: Activation = kind  # type: ignore[assignment]
+    experts, wide = int(ids.max()) + 2, INNER * (2 if kind.endswith("_mul") else 1)
+    form = pack_float8 if float8 else dense
+    up = [form(random(wide, HIDDEN, seed=e, dtype=dtype) / 8) for e in range(experts)]
+    down = [form(random(HIDDEN, INNER, seed=50 + e, dtype=dtype) / 6) for e in range(experts)]
+    biases = random(experts, wide, seed=90, dtype=dtype), random(experts, HIDDEN, seed=91, dtype=dtype)
+    x = random(len(ids), HIDDEN + 8, seed=92, dtype=dtype)[:, :HIDDEN]
+    expected = plainly(
+        x, Routing(weights, ids), torch.stack([weights_of(w) for w in up]),
+        torch.stack([weights_of(w) for w in down]), kind, biases if biased else None,
+    )  # fmt: skip
+
+    def moved(packed: PackedWeight) -> PackedWeight:
+        tensors = {name: tensor.to(device) for name, tensor in packed.tensors.items()}
+        return PackedWeight(packed.format, tensors, packed.out_features, packed.in_features)
+
+    handle = stack_experts(
+        [[moved(w)] for w in up], [moved(w) for w in down], activation,
+        [[b.to(device)] for b in biases[0]] if biased else None,
+        list(biases[1].to(device)) if biased else None,
+    )  # fmt: skip
+    routing = Routing(weights.to(device), ids.to(device))
+    before = random(len(ids), HIDDEN, seed=93, dtype=dtype)
+    for add in (False, True):  # by the kernels of the number of rows, and by those for any number
+        out = before.to(device, copy=True)
+        mix(x.to(device), routing, handle, out=out, add=add, gpu=INTERPRETER, invariant=add)
+        wanted = expected + (before.double() if add else 0)
+        tolerance = 1e-5 if dtype == torch.float32 else 2.0**-6
+        assert (out.cpu().double() - wanted).abs().max() <= tolerance * wanted.abs().max()
+
+
+def test_a_row_depends_neither_on_the_others_nor_on_their_number_if_it_must_not(device: torch.device) -> None:
+    up, down = random(6, 2 * INNER, HIDDEN, seed=1).to(device), random(6, HIDDEN, INNER, seed=2).to(device)
+    handle = stack_experts([list(map(dense, w.chunk(2))) for w in up], list(map(dense, down)), "silu_mul")
+    x, (weights, ids) = random(40, HIDDEN, seed=3).to(device), spread(40, 6, 2)
+    weights, ids = weights.to(device), ids.to(device)
+
+    def run(first: int, last: int) -> Tensor:
+        out = torch.empty(last - first, HIDDEN, device=device)
+        part = Routing(weights[first:last], ids[first:last])
+        mix(x[first:last], part, handle, out=out, add=False, gpu=INTERPRETER, invariant=True)
+        return out
+
+    whole = run(0, 40)
+    for first, last in ((0, 1), (39, 40), (3, 25)):
+        assert torch.equal(run(first, last), whole[first:last])
+
+
+def test_weights_that_lie_one_behind_another_are_not_copied() -> None:
+    up, down = torch.zeros(3, 2 * INNER, HIDDEN), torch.zeros(3, HIDDEN, INNER)
+    handle = stack_experts([list(map(dense, w.chunk(2))) for w in up], list(map(dense, down)), "silu_mul")
+    assert as_tensor(handle.up[0].weight).data_ptr() == up.data_ptr()
+    assert handle.up[0].weight.shape == (6 * INNER, HIDDEN)
+    apart = stack_experts([[dense(w)] for w in up], [dense(w.clone()) for w in down], "gelu")
+    assert as_tensor(apart.up[0].weight).data_ptr() == up.data_ptr()
+    assert as_tensor(apart.down[0].weight).data_ptr() != down.data_ptr()
+
+
+def test_tiles_hold_the_rows_of_nearly_every_expert() -> None:
+    """Qwen3-30B-A3B at 64 and 256 rows, a prompt, and the memory of a card."""
+    heights = [tiles_for(rows * 8, 128, (16, 16), H200).rows for rows in (3, 64, 256, 512, 8192)]
+    assert heights == [16, 16, 32, 64, 128]
+    assert {tiles_for(rows * 8, 128, (16, 16), H200, invariant=True) for rows in (1, 8192)} == {
+        tiles_for(8, 128, (16, 16), H200)
+    }
+    for bits in ((16, 16), (8, 16), (32, 32)):
+        for pairs in (8, 512, 1 << 16):
+            tile = tiles_for(pairs, 128, bits, H200)
+            step = (tile.columns * bits[0] + tile.rows * bits[1]) * tile.inner // 8
+            assert step * tile.stages <= H200.tile_bytes
+    assert FEW_ROWS < 16
