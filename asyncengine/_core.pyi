@@ -245,11 +245,11 @@ class CpuKernels:
     ) -> None: ...
     def paged_attention(
         self, dtype: Dtype, q: int, q_stride: int, tokens: int, num_q_heads: int, out: int, cache: PagedKV,
-        batch: StepBatch, scale: float, window: int, softcap: float, /,
+        batch: StepBatch, scale: float, window: int, softcap: float, sinks: int, /,
     ) -> None: ...  # fmt: skip
     def attention(
         self, dtype: Dtype, heads: int, tokens: int, num_q_heads: int, out: int, cache: PagedKV, batch: StepBatch,
-        scale: float, window: int, softcap: float, /,
+        scale: float, window: int, softcap: float, sinks: int, /,
     ) -> None:  # fmt: skip
         """ValueError unless tokens are the batch's."""
     def soft_cap(self, x: int, rows: int, width: int, cap: float, /) -> None:

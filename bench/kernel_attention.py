@@ -207,7 +207,7 @@ def allocate_decode_work(
 
 
 def _allocate(plan: AttentionPlan, rows: int, tokens: int, gpu: Gpu, device: torch.device, args: Any) -> Listed:
-    (shape, window, _), cut = plan.layer, plan.cut
+    (shape, window, *_), cut = plan.layer, plan.cut
     assert cut
     decode, prefill = plan.tile("one") or plan.tile("any"), plan.tile("several") or plan.tile("any")
     assert decode

@@ -54,6 +54,8 @@ class AttentionLayer(NamedTuple):
     """Scores become softcap * tanh(score / softcap); 0: they stay as they are."""
     query_scales: Tensor | None = None
     """float32 [max_positions]: factors on the queries by their positions; for layers without norms"""
+    sinks: Tensor | None = None
+    """float32 [num_heads]: a score of each query head that takes its part of the softmax and has no value"""
 
 
 class KVSpec(NamedTuple):

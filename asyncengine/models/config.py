@@ -261,6 +261,8 @@ class ModelConfig:
     """The factor is rounded to the model's dtype first."""
     score_softcap: float = 0.0
     """0: scores of attention are not capped."""
+    attention_sinks: bool = False
+    """Each query head has a score without a value (``AttentionLayer.sinks``)."""
     logit_scale: float = 1.0
     """Factor on the logits."""
     logit_softcap: float = 0.0

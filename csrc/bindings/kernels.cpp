@@ -259,17 +259,18 @@ void bind_cpu_kernels(py::module_& m) {
       .def(
           "paged_attention",
           [](CpuKernels& self, Dtype dtype, Address q, int64_t q_stride, int64_t tokens, int64_t num_q_heads, Address out,
-             const PagedKV& cache, const StepBatch& batch, float scale, int64_t window, float softcap) {
+             const PagedKV& cache, const StepBatch& batch, float scale, int64_t window, float softcap, Address sinks) {
             self.paged_attention(dtype, pointer(q), q_stride, tokens, num_q_heads, pointer(out), cache, batch, scale, window,
-                                 softcap);
+                                 softcap, pointer<const float>(sinks));
           },
           NoGil())
       .def(
           "attention",
           [](CpuKernels& self, Dtype dtype, Address heads, int64_t tokens, int64_t num_q_heads, Address out, const PagedKV& cache,
-             const StepBatch& batch, float scale, int64_t window, float softcap) {
+             const StepBatch& batch, float scale, int64_t window, float softcap, Address sinks) {
             require(tokens == batch.num_tokens, "heads must be of the batch's tokens");
-            self.attention(dtype, pointer(heads), num_q_heads, pointer(out), cache, batch, scale, window, softcap);
+            self.attention(dtype, pointer(heads), num_q_heads, pointer(out), cache, batch, scale, window, softcap,
+                           pointer<const float>(sinks));
           },
           NoGil())
       .def(

@@ -350,8 +350,9 @@ class Paged:
         dtype: torch.dtype,
         block_size: int = 16,
         softcap: float = 0.0,
+        sinks: Tensor | None = None,
     ) -> None:
-        self.lengths, self.block_size, self.softcap = lengths, block_size, softcap
+        self.lengths, self.block_size, self.softcap, self.sinks = lengths, block_size, softcap, sinks
         self.scales: Tensor | None = None
         q_heads, kv_heads = heads
         self.q, self.k, self.v = (
@@ -381,7 +382,7 @@ class Paged:
         heads, num_heads, scale = torch.cat(parts, 1), parts[0].shape[1], parts[0].shape[2] ** -0.5
         caches = (self.k_cache, self.v_cache)
         before = self.k_cache.clone(), self.v_cache.clone()
-        layer = AttentionLayer(num_heads, None, None, scale, window, self.softcap)
+        layer = AttentionLayer(num_heads, None, None, scale, window, self.softcap, None, self.sinks)
         cache = LayerKVCache(*caches, self.scales)
         out = ops.attention(heads.flatten(1), layer, cache, batch).clone()
         q, k, v = split_heads(heads, num_heads)
@@ -399,7 +400,10 @@ class Paged:
             scores = self.softcap * torch.tanh(scores / self.softcap)
         i, j = torch.arange(len(q))[:, None], torch.arange(len(q))[None]
         hidden = (j > i) | ((j <= i - window) if window else torch.zeros(()).bool())
-        weights = scores.masked_fill(hidden, -math.inf).softmax(-1)
+        scores = scores.masked_fill(hidden, -math.inf)
+        if self.sinks is not None:
+            scores = torch.cat((scores, self.sinks.double()[:, None, None].expand(-1, len(q), 1)), -1)
+        weights = scores.softmax(-1)[..., : len(q)]
         return torch.einsum("hqk,khd->qhd", weights, v.repeat_interleave(group, 1)).flatten(1)
 
 
@@ -416,6 +420,16 @@ def test_attention(
     got = paged.step(ops, [(s, 0, n) for s, n in enumerate(paged.lengths)], window)
     for s, out in enumerate(got):
         assert_near(out, paged.twin(s, window), 1.0)
+
+
+@pytest.mark.parametrize("window", [0, 70])
+def test_sinks_take_their_part_of_the_softmax(ops: CpuOps, dtype: torch.dtype, window: int) -> None:
+    """A row that is shared among items is one of them."""
+    paged = Paged([15, 1300], (4, 2), 40, dtype, sinks=torch.tensor([-3.0, 0.0, 1.5, 30.0]))
+    for s, n in enumerate(paged.lengths):
+        paged.step(ops, [(s, 0, n - 1)], window)
+        [got] = paged.step(ops, [(s, n - 1, n)], window)
+        assert_near(got, paged.twin(s, window)[-1:], 1.0)
 
 
 @pytest.mark.parametrize("window", [0, 3, 100, 600])

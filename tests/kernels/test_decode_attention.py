@@ -255,6 +255,17 @@ def test_soft_caps(device: torch.device, way: str, softcap: float) -> None:
     decode.check(decode.world.work().decode_only if way == "work list" else 2)
 
 
+@pytest.mark.parametrize("way", ["few keys", "few keys, stored", "work list"])
+def test_sinks_take_their_part_of_the_softmax(device: torch.device, way: str) -> None:
+    sinks = torch.tensor([-3.0, 0.0, 1.5, 30.0], device=device)
+    case = Case(((1, 60), (0, 0), (1, 0), (1, 1)), sinks=sinks, head_dim=16)
+    if way == "few keys, stored":
+        check_prompts_as_rows(replace(case, rows=((1, 60), (3, 0))), device, pieces=2)
+        return
+    decode = make_decode(case, device)
+    decode.check(decode.world.work().decode_only if way == "work list" else 2)
+
+
 @pytest.mark.parametrize("float8", [False, True])
 def test_a_work_list_comes_to_what_separate_kernels_do(device: torch.device, float8: bool) -> None:
     """Keys, values and outputs in bfloat16, where every rounding shows; with keys and values in float8 as well."""

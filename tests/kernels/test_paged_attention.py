@@ -48,6 +48,7 @@ class Case:
     tiles: tuple[Tile, Tile | None] | None = SMALL
     late: bool = False
     softcap: float = 0.0
+    sinks: Tensor | None = None
     float8: bool = False
     """Keys and values are in float8."""
     seed: int = 0
@@ -67,7 +68,9 @@ class Case:
     @property
     def layer(self) -> AttentionLayer:
         """A layer with neither norms nor rotary embedding."""
-        return AttentionLayer(self.shape.num_heads, None, None, self.head_dim**-0.5, self.window, self.softcap)
+        return AttentionLayer(
+            self.shape.num_heads, None, None, self.head_dim**-0.5, self.window, self.softcap, None, self.sinks
+        )
 
     @property
     def tiles_taken(self) -> tuple[Tile, Tile | None]:
@@ -166,7 +169,10 @@ class World:
             score = torch.einsum("qhd,khd->hqk", q[first : first + length], k) * case.head_dim**-0.5
             if case.softcap:
                 score = case.softcap * torch.tanh(score / case.softcap)
-            weight = score.masked_fill(hidden, -math.inf).softmax(-1)
+            score = score.masked_fill(hidden, -math.inf)
+            if case.sinks is not None:
+                score = torch.cat((score, case.sinks.cpu().double()[:, None, None].expand(-1, length, 1)), -1)
+            weight = score.softmax(-1)[..., : hidden.shape[1]]
             out[first : first + length] = torch.einsum("hqk,khd->qhd", weight, v).flatten(1)
         return out
 
@@ -287,6 +293,18 @@ def test_soft_caps(device: torch.device, dtype: torch.dtype, softcap: float) -> 
     check(world, out)
     uncapped = replace(world, case=replace(case, softcap=0.0)).expected()
     assert softcap > 1 or not torch.allclose(out.nan_to_num().double(), uncapped.nan_to_num(), atol=0.1)
+
+
+def test_sinks_take_their_part_of_the_softmax(device: torch.device) -> None:
+    """Once, though some rows are in pieces; above and below the scores."""
+    sinks = torch.tensor([-3.0, 0.0, 1.5, 30.0], device=device)
+    world = make_world(Case(((1, 70), (20, 33), (0, 0), (1, 0)), sinks=sinks, window=40, head_dim=16), device)
+    work = world.work()
+    work.build(world.step)
+    out = world.attend(work)
+    check(world, out)
+    without = replace(world, case=replace(world.case, sinks=None)).expected()
+    assert not torch.allclose(out.nan_to_num().double(), without.nan_to_num(), atol=0.1)
 
 
 @pytest.mark.parametrize("room", ["shared", "of its own"])

@@ -182,7 +182,7 @@ class BaseOps(Ops[StepBatch, Residual, HandleT]):
     def attention(self, heads: Tensor, layer: AttentionLayer, cache: LayerKVCache, batch: StepBatch) -> Tensor:
         call = AttentionCall(heads.view(heads.shape[0], -1, cache.v.shape[3]), layer, cache, batch)
         self.store_heads(call)
-        if not self._by_sdpa or layer.softcap:  # torch's kernel caps no scores
+        if not self._by_sdpa or layer.softcap or layer.sinks is not None:  # torch's kernel has neither
             return self.paged_attention(call)
         decodes = sdpa.count_decodes(batch)
         if decodes == batch.num_rows:

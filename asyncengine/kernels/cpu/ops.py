@@ -385,10 +385,12 @@ class CpuOps(BaseOps[CpuLinearHandle | UnpackedHandle]):
             raise ValueError(f"q {list(q.shape)} does not fit the cache {list(keys.shape)} and the batch")
         if layer.window < 0 or layer.softcap < 0:
             raise ValueError(f"window and softcap must be at least 0, got {layer.window} and {layer.softcap}")
+        if layer.sinks is not None:
+            check(layer.sinks, torch.float32, (heads,), "sinks")
         out = self._results.empty((tokens, heads * dim), q.dtype)
         self._native.paged_attention(
             _dtype(q), q.data_ptr(), q.stride(0), tokens, heads, out.data_ptr(), native, call.step, layer.scale,
-            layer.window, layer.softcap,
+            layer.window, layer.softcap, _address(layer.sinks),
         )  # fmt: skip
         return out
 
@@ -411,7 +413,7 @@ class CpuOps(BaseOps[CpuLinearHandle | UnpackedHandle]):
             result.resize(rows)
         self._native.attention(
             seen.native_dtype, address, rows, layer.num_heads, result.address, seen.native, batch, layer.scale,
-            layer.window, layer.softcap,
+            layer.window, layer.softcap, _address(layer.sinks),
         )  # fmt: skip
         self._last = result
         return result.tensor
@@ -419,6 +421,8 @@ class CpuOps(BaseOps[CpuLinearHandle | UnpackedHandle]):
     def _put_layer(self, layer: AttentionLayer, cache: _Cache) -> None:
         if layer.num_heads % cache.num_heads:
             raise ValueError(f"{layer.num_heads} query heads do not fit {cache.num_heads} of the cache")
+        if layer.sinks is not None:
+            check(layer.sinks, torch.float32, (layer.num_heads,), "sinks")
         cache.layer, cache.heads_width = layer, (layer.num_heads + 2 * cache.num_heads) * cache.head_dim
         cache.attended = self._result("attention", layer.num_heads * cache.head_dim, cache.dtype)
 
@@ -452,6 +456,10 @@ class CpuOps(BaseOps[CpuLinearHandle | UnpackedHandle]):
         found = _Cache(k, v, scales, native, dtype, native_dtype(dtype), heads, dim)
         self._caches[id(keys)] = found
         return found
+
+
+def _address(x: Tensor | None) -> int:
+    return 0 if x is None else x.data_ptr()
 
 
 def _dtype(x: Tensor) -> Dtype:

@@ -118,7 +118,9 @@ class ReferenceOps(BaseOps[ReferenceLinear]):
             if layer.softcap:
                 self.soft_cap_(scores, layer.softcap)
             scores.masked_fill_(~visible(last - first, 0, end, layer.window), float("-inf"))
-            out[first:last] = torch.einsum("hqk,hkd->qhd", scores.softmax(-1), v)
+            if layer.sinks is not None:
+                scores = torch.cat((scores, layer.sinks[:, None, None].expand(-1, last - first, 1)), -1)
+            out[first:last] = torch.einsum("hqk,hkd->qhd", scores.softmax(-1)[..., :end], v)
         return out.flatten(1)
 
 

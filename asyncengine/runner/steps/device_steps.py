@@ -74,6 +74,7 @@ def attention_kinds(model: ModelConfig, dtype: torch.dtype, *, float8_cache: boo
             AttentionShape(model.num_heads, spec.num_heads, spec.head_dim, dtype, float8_cache),
             spec.window,
             model.score_softcap,
+            model.attention_sinks,
         )
         for spec in sorted(set(model.kv_specs))
     ]

@@ -326,9 +326,14 @@ AE_INLINE void fold(float* state, Moments partial, const float* values, int64_t 
   }
 }
 
+AE_INLINE const float* sink_of(const AttentionTask& task, int64_t head) {
+  return task.sinks == nullptr ? nullptr : task.sinks + head;
+}
+
 template <class T>
-AE_INLINE void write_out(T* out, const float* state, int64_t head_dim, float scale) {
-  const Vec sum = splat(state[1]);
+AE_INLINE void write_out(T* out, const float* state, int64_t head_dim, float scale, const float* sink) {
+  Vec sum = splat(state[1]);
+  if (sink != nullptr) sum = sum + exp(splat(*sink - state[0]));
   for_each_vector(head_dim, [&](int64_t d, int64_t count) __attribute__((always_inline)) {
     store_elements(out + d, load(state + kPartialHeader + d) / sum * scale, count);
   });
@@ -405,7 +410,8 @@ void attend_item(const AttentionTask& task, const AttentionItem& item, float* me
   for (int64_t r = 0; r < rows; ++r) {
     T* out = static_cast<T*>(task.out) +
              ((item.first_token + r / heads) * task.num_q_heads + first_head + r % heads) * task.head_dim;
-    write_out(out, s.state + r * partial_floats, task.head_dim, task.scales.value(item.kv_head));
+    write_out(out, s.state + r * partial_floats, task.head_dim, task.scales.value(item.kv_head),
+              sink_of(task, first_head + r % heads));
   }
 }
 
@@ -436,9 +442,9 @@ void isa_combine(Dtype dtype, const AttentionTask& task, int64_t token, int64_t 
   const int64_t offset = (token * task.num_q_heads + head) * task.head_dim;
   const float scale = task.scales.value(head / (task.num_q_heads / task.num_kv_heads));
   if (dtype == Dtype::kFloat32) {
-    write_out(static_cast<float*>(task.out) + offset, state, task.head_dim, scale);
+    write_out(static_cast<float*>(task.out) + offset, state, task.head_dim, scale, sink_of(task, head));
   } else {
-    write_out(static_cast<BFloat16*>(task.out) + offset, state, task.head_dim, scale);
+    write_out(static_cast<BFloat16*>(task.out) + offset, state, task.head_dim, scale, sink_of(task, head));
   }
 }
 

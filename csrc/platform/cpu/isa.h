@@ -112,7 +112,8 @@ struct AttentionTask {
   int64_t window;  // keys visible to a query, itself included; 0: all before it
   float scale;
   float softcap;  // scores become softcap * tanh(score / softcap); 0: as they are
-  KVScales scales;  // with them the caches hold Float8
+  const float* sinks = nullptr;  // [num_q_heads]: a score of each head without a value, or null
+  KVScales scales = {};  // with them the caches hold Float8
   int64_t block_stride = 0;  // elements from a block's keys, or values, to those of the next one; 0: they lie side by side
   bool keys_by_token = false;  // k_cache is [blocks, num_kv_heads, block_size, head_dim]
 };

@@ -330,7 +330,7 @@ void CpuKernels::plan_attention(const AttentionTask& task, const StepBatch& batc
 namespace {
 
 AttentionTask attention_task(const void* q, int64_t q_stride, int64_t num_q_heads, void* out, const PagedKV& cache, float scale,
-                             int64_t window, float softcap) {
+                             int64_t window, float softcap, const float* sinks) {
   return {.q = q,
           .q_stride = q_stride,
           .out = out,
@@ -343,23 +343,25 @@ AttentionTask attention_task(const void* q, int64_t q_stride, int64_t num_q_head
           .window = window,
           .scale = scale,
           .softcap = softcap,
+          .sinks = sinks,
           .scales = {cache.scales, cache.num_kv_heads}};
 }
 
 }  // namespace
 
 void CpuKernels::paged_attention(Dtype dtype, const void* q, int64_t q_stride, int64_t tokens, int64_t num_q_heads, void* out,
-                                 const PagedKV& cache, const StepBatch& batch, float scale, int64_t window, float softcap) {
-  const AttentionTask task = attention_task(q, q_stride, num_q_heads, out, cache, scale, window, softcap);
+                                 const PagedKV& cache, const StepBatch& batch, float scale, int64_t window, float softcap,
+                                 const float* sinks) {
+  const AttentionTask task = attention_task(q, q_stride, num_q_heads, out, cache, scale, window, softcap, sinks);
   attend(dtype, task, tokens, cache, batch, nullptr);
 }
 
 void CpuKernels::attention(Dtype dtype, const void* heads, int64_t num_q_heads, void* out, const PagedKV& cache,
-                           const StepBatch& batch, float scale, int64_t window, float softcap) {
+                           const StepBatch& batch, float scale, int64_t window, float softcap, const float* sinks) {
   const int64_t k = num_q_heads * cache.head_dim, v = k + cache.num_kv_heads * cache.head_dim;
   const int64_t stride = v + cache.num_kv_heads * cache.head_dim;
   const NewKV fresh{offset(heads, k, dtype), offset(heads, v, dtype), stride, stride};
-  const AttentionTask task = attention_task(heads, stride, num_q_heads, out, cache, scale, window, softcap);
+  const AttentionTask task = attention_task(heads, stride, num_q_heads, out, cache, scale, window, softcap, sinks);
   attend(dtype, task, batch.num_tokens, cache, batch, &fresh);
 }
 

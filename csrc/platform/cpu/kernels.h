@@ -105,10 +105,11 @@ class CpuKernels {
   // q [tokens, num_q_heads, head_dim] -> out [tokens, num_q_heads * head_dim], for the leading rows of the batch that
   // `tokens` holds: all of them, or those that decode.
   void paged_attention(Dtype dtype, const void* q, int64_t q_stride, int64_t tokens, int64_t num_q_heads, void* out,
-                       const PagedKV& cache, const StepBatch& batch, float scale, int64_t window, float softcap = 0.f);
+                       const PagedKV& cache, const StepBatch& batch, float scale, int64_t window, float softcap = 0.f,
+                       const float* sinks = nullptr);
   // store_kv and paged_attention of all rows: heads [tokens, num_q_heads + 2 * num_kv_heads, head_dim], contiguous.
   void attention(Dtype dtype, const void* heads, int64_t num_q_heads, void* out, const PagedKV& cache, const StepBatch& batch,
-                 float scale, int64_t window, float softcap = 0.f);
+                 float scale, int64_t window, float softcap = 0.f, const float* sinks = nullptr);
   // x [rows, width] = cap * tanh(x / cap), in place.
   void soft_cap(float* x, int64_t rows, int64_t width, float cap);
   // logits [num_samples, vocab] float32 -> tokens [num_samples], and the records that samples want; see CpuSampler. To be

@@ -253,7 +253,7 @@ def _suits_tma(layer: LayerKind, gpu: Gpu, block_size: int) -> bool:
     shape = layer.shape
     return (
         gpu.tma and shape.dtype == torch.bfloat16 and not shape.float8_cache and shape.head_dim in (64, 128)
-        and block_size == 16 and not layer.softcap
+        and block_size == 16 and not layer.softcap and not layer.sinks
     )  # fmt: skip
 
 

@@ -27,7 +27,7 @@ from torch import Tensor
 from asyncengine.errors import ConfigError
 from asyncengine.kernels.cuda.attention.call import KernelCall
 from asyncengine.kernels.cuda.attention.plan import Launch
-from asyncengine.kernels.cuda.attention.scores import base2_scale, score_constants, transform_scores
+from asyncengine.kernels.cuda.attention.scores import base2_scale, score_constants, transform_scores, with_sinks
 from asyncengine.kernels.cuda.attention.work.lists import NO_WINDOW, Counters
 from asyncengine.kernels.cuda.launch.compiling import kernel
 from asyncengine.kernels.cuda.launch.programmatic import launch_options, wait
@@ -83,6 +83,7 @@ def run(launch: Launch, call: KernelCall) -> None:
         call.cache.k,
         call.cache.v,
         heads if call.cache.scales is None else call.cache.scales,
+        layer.sinks,
         call.out,
         partials,
         stats,
@@ -188,6 +189,7 @@ def _decode_kernel(
     k_cache,
     v_cache,
     kv_scales,
+    sinks,
     out,
     partials,
     stats,
@@ -323,6 +325,7 @@ def _decode_kernel(
     kept = (i < HALF)[:, None] & (half >= 0)
     to = out + token * stride_out + q_head * (2 * HALF)
     if used == 1:
+        whole_total = with_sinks(whole_total, whole_peak, sinks, q_head, True)
         tl.store(to + half * HALF + i[:, None], (acc / whole_total).to(out.dtype.element_ty), mask=kept)
         return
     unit = row * (KV_HEADS * GROUP) + q_head
@@ -346,6 +349,8 @@ def _decode_kernel(
             other=0.0,
             cache_modifier=".cg",
         )
-        weights = tl.exp2(peaks - tl.max(peaks, 0))
-        whole = tl.sum(parts * weights[:, None], 0) / tl.sum(totals * weights, 0)
+        peak = tl.max(peaks, 0)
+        weights = tl.exp2(peaks - peak)
+        total = with_sinks(tl.sum(totals * weights, 0), peak, sinks, q_head, True)
+        whole = tl.sum(parts * weights[:, None], 0) / total
         tl.store(to + columns // H * HALF + columns % H, whole.to(out.dtype.element_ty), mask=columns % H < HALF)

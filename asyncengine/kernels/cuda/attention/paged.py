@@ -17,7 +17,7 @@ import triton.language as tl
 from asyncengine.errors import ConfigError
 from asyncengine.kernels.cuda.attention.call import KernelCall
 from asyncengine.kernels.cuda.attention.plan import AttentionShape, Launch, LayerKind
-from asyncengine.kernels.cuda.attention.scores import base2_scale, score_constants, transform_scores
+from asyncengine.kernels.cuda.attention.scores import base2_scale, score_constants, transform_scores, with_sinks
 from asyncengine.kernels.cuda.attention.work.items import (
     BEGIN,
     COUNT,
@@ -95,6 +95,7 @@ def _launch(call: KernelCall, section: Section) -> None:
         k_cache,
         v_cache,
         step.slot_mapping if scales is None else scales,
+        layer.sinks,
         out,
         step.slots.block_tables,
         *section.operands,
@@ -249,6 +250,7 @@ def _combine(
     partials,
     peaks,
     totals,
+    sinks,
     out,
     pieces,
     count,
@@ -287,6 +289,7 @@ def _combine(
             total = total * shrink + tl.sum(weight * piece_total, 0)
             acc = acc * shrink[:, None] + tl.sum(weight[:, :, None] * part, 0)
             peak = new_peak
+        total = with_sinks(total, peak, sinks, row % GROUP, row < count * GROUP)
         total = tl.where(total == 0.0, 1.0, total)
         result = (acc / total[:, None]).to(out.dtype.element_ty)
         to = out + (row // GROUP).to(tl.int64)[:, None] * stride_out + (row % GROUP)[:, None] * HEAD_DIM
@@ -302,6 +305,7 @@ def finish(
     query,
     count,
     head,
+    sinks,
     out,
     partials,
     stats,
@@ -323,7 +327,10 @@ def finish(
     column = tl.arange(0, D)
     there = (row < count * GROUP)[:, None] & (column < HEAD_DIM)[None, :]
     pieces = tl.load(fields + PIECES)
+    if sinks is not None:
+        sinks += head * GROUP
     if pieces == 1:
+        total = with_sinks(total, peak, sinks, row % GROUP, row < count * GROUP)
         total = tl.where(total == 0.0, 1.0, total)  # rows past the last token
         result = (acc / total[:, None]).to(out.dtype.element_ty)
         to = out + (query + row // GROUP)[:, None] * stride_out + (head * GROUP + row % GROUP)[:, None] * HEAD_DIM
@@ -341,7 +348,7 @@ def finish(
         if tl.atomic_add(arrival, 1, sem="acq_rel") == pieces - 1:
             tl.store(arrival, 0)  # for the next launch: nobody else will come in this one
             _combine(
-                partials + unit * HEAD_DIM, stats + unit, stats + stats_size + unit,
+                partials + unit * HEAD_DIM, stats + unit, stats + stats_size + unit, sinks,
                 out + query * stride_out + head * GROUP * HEAD_DIM, pieces, count, stride_out,
                 GROUP, HEAD_DIM, PIECE_STRIDE, D, COMBINE_ROWS, COMBINE_PIECES,
             )  # fmt: skip
@@ -353,6 +360,7 @@ def _attention_kernel(
     k_cache,
     v_cache,
     kv_scales,
+    sinks,
     out,
     block_tables,
     items,
@@ -447,6 +455,6 @@ def _attention_kernel(
         if FLOAT8:
             acc *= of_values
         finish(
-            acc, peak, total, fields, query, count, head, out, partials, stats, arrivals, stride_out, stats_size,
+            acc, peak, total, fields, query, count, head, sinks, out, partials, stats, arrivals, stride_out, stats_size,
             GROUP, KV_HEADS, HEAD_DIM, QUERIES, M, D, COMBINE_ROWS, COMBINE_PIECES,
         )  # fmt: skip

@@ -55,6 +55,7 @@ def run(launch: Launch, call: KernelCall) -> None:
         k_cache,
         v_cache,
         heads if scales is None else scales,
+        layer.sinks,
         out,
         step.slots.block_tables,
         *section.operands,
@@ -180,6 +181,7 @@ def _paged_decode_kernel(
     k_cache,
     v_cache,
     kv_scales,
+    sinks,
     out,
     block_tables,
     items,
@@ -305,6 +307,6 @@ def _paged_decode_kernel(
         if FLOAT8:
             acc *= of_values
         finish(
-            acc, peak, total, fields, query, 1, head, out, partials, stats, arrivals, stride_out, stats_size,
+            acc, peak, total, fields, query, 1, head, sinks, out, partials, stats, arrivals, stride_out, stats_size,
             GROUP, KV_HEADS, HEAD_DIM, 1, M, D, COMBINE_ROWS, COMBINE_PIECES,
         )  # fmt: skip

@@ -39,6 +39,9 @@ class LayerKind(NamedTuple):
     softcap: float = 0.0
     """softcap of ``AttentionLayer``; 0 is none"""
 
+    sinks: bool = False
+    """A score of each head takes its part of the softmax: sinks of ``AttentionLayer``."""
+
     @property
     def key(self) -> tuple[int, float, int, int]:
         """Key that tells the kinds of one model's layers apart: window, softcap, heads of keys and their size."""

@@ -28,6 +28,14 @@ def score_constants(layer: AttentionLayer) -> dict[str, float]:
 
 
 @triton.jit
+def with_sinks(total, peak, sinks, head, there):
+    """Sums of weights, whose peaks are of base 2, with those of the sinks of ``head``; a softmax ends with it."""
+    if sinks is not None:
+        total += tl.exp2(tl.load(sinks + head, mask=there, other=0.0) * _LOG2_E - peak)
+    return total
+
+
+@triton.jit
 def transform_scores(product, scale, SOFTCAP: tl.constexpr):
     """Scores of base 2 from the products of queries and keys."""
     score = product * scale

@@ -86,8 +86,15 @@ def _launch(launch: Launch, call: KernelCall, section: Section) -> None:
     heads, out, layer, step, (k_cache, v_cache, _, _) = call.heads, call.out, call.layer, call.step, call.cache
     _, kv_heads, block_size, dim = k_cache.shape
     tile, group = section.tile, layer.num_heads // kv_heads
-    suits = block_size == BLOCK.value and dim in (64, 128) and group <= GROUP_ROWS.value and not layer.softcap
-    if not suits or heads.dtype != torch.bfloat16 or section.split_tiles or tile.keys != KEYS.value:
+    suits = block_size == BLOCK.value and dim in (64, 128) and group <= GROUP_ROWS.value
+    if (
+        not suits
+        or layer.softcap
+        or layer.sinks is not None
+        or heads.dtype != torch.bfloat16
+        or section.split_tiles
+        or tile.keys != KEYS.value
+    ):
         raise ValueError(f"{layer.num_heads} heads of {dim}, blocks of {block_size} and {tile} are for another kernel")
     _tma_decode_kernel[(section.teams * kv_heads,)](
         *(tiles_of(cache.view(-1, block_size, dim), 1, block_size, dim) for cache in (k_cache, v_cache)),

@@ -76,7 +76,7 @@ def run(launch: Launch, call: KernelCall) -> None:
     group = work.shape.group
     tile_suits = (section.tile.rows, section.tile.keys) == (ROWS.value, KEYS.value) and ROWS.value % group == 0
     suits = block_size == BLOCK.value and dim in (64, 128) and q.dtype == torch.bfloat16 and q.stride(1) == dim
-    if not tile_suits or not suits or layer.window or layer.softcap:
+    if not tile_suits or not suits or layer.window or layer.softcap or layer.sinks is not None:
         raise ConfigError(f"prefill of {work.shape}, blocks of {block_size}, {layer} is another kernel's")
     lines = q.as_strided((len(q), work.shape.num_heads * dim), (q.stride(0), 1))
     _tma_prefill_kernel[(section.teams * kv_heads,)](

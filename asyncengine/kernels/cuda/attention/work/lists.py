@@ -326,7 +326,7 @@ class StepWork:
         device: torch.device,
     ) -> None:  # fmt: skip
         def allocate(plan: AttentionPlan) -> WorkList:
-            (shape, window, _), cut = plan.layer, plan.cut
+            (shape, window, *_), cut = plan.layer, plan.cut
             decode, prefill = plan.tile("one") or plan.tile("any"), plan.tile("several") or plan.tile("any")
             assert cut
             assert decode
