@@ -122,6 +122,7 @@ class ActivationFunction(enum.Enum):
     silu = 0
     gelu_tanh = 1
     gelu = 2
+    clamped_silu = 3
 
 class StepBatch:
     """A step as the forward sees it. The arrays are views that the next step overwrites."""

@@ -10,8 +10,11 @@ from torch import Tensor, device
 
 from asyncengine.kernels.weight import PackedWeight
 
-Activation = Literal["silu_mul", "gelu_tanh_mul", "gelu", "gelu_tanh"]
-"""Names that end in _mul are gated: of gate and up side by side, [M, 2I], silu_mul gives silu(gate) * up, [M, I]."""
+Activation = Literal["silu_mul", "gelu_tanh_mul", "gelu", "gelu_tanh", "clamped_silu_mul"]
+"""Names that end in _mul are gated: of gate and up side by side, [M, 2I], silu_mul gives silu(gate) * up, [M, I].
+
+clamped_silu_mul is g * sigmoid(1.702 g) * (u + 1) with g = min(gate, 7) and u = up between -7 and 7.
+"""
 
 
 def is_gated(activation: str | None) -> bool:

@@ -212,6 +212,8 @@ class Mixture(NamedTuple):
     gated_share: bool = False
     """The result of that expert is multiplied by a sigmoid of the token."""
     names: ExpertNames = ExpertNames()
+    mxfp4: bool = False
+    """The checkpoint's experts are in MXFP4."""
 
 
 @dataclass(frozen=True, kw_only=True)

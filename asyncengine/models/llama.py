@@ -175,9 +175,12 @@ def attention_block(layer: LayerWeights, cos_sin: Tensor | None, query_scales: T
         if order is not None:
             q, k = (weight.view(-1, dim)[:, order].flatten() for weight in (q, k))
         head_norms = HeadNorms(q, k, config.norm_eps)
+    sinks = None
+    if config.attention_sinks:
+        sinks = layer.weights.float32(f"model.layers.{layer.index}.self_attn.sinks", config.num_heads)
     attention = AttentionLayer(
         config.num_heads, head_norms, cos_sin, config.layer_scales[layer.index], cache.window, config.score_softcap,
-        query_scales,
+        query_scales, sinks,
     )  # fmt: skip
     output = layer.linear("self_attn", {"o": hidden}, q_size, "columns", bias=config.output_bias)
     before, behind = map(layer.block_norm, (names.before_attention, names.behind_attention))

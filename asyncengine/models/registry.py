@@ -19,6 +19,7 @@ from asyncengine.models import (
     glm,
     glm4_moe,
     gpt2,
+    gpt_oss,
     granite,
     llama,
     minimax_m2,
@@ -67,6 +68,8 @@ class Family(NamedTuple):
     """Values of model_type, by which transformers chooses its class."""
     quantizable: bool = True
     """True if float8 kernels can serve the family: its norms are RMS norms and its activation is silu_mul."""
+    packings: tuple[str, ...] = ()
+    """Values of quant_method in quantization_config whose tensors the family reads."""
 
 
 FAMILIES = {
@@ -82,6 +85,9 @@ FAMILIES = {
     "OlmoeForCausalLM": Family(olmoe.read_config, olmoe.OlmoeForCausalLM, ("olmoe",)),
     "Glm4MoeForCausalLM": Family(glm4_moe.read_config, glm4_moe.Glm4MoeForCausalLM, ("glm4_moe",)),
     "MiniMaxM2ForCausalLM": Family(minimax_m2.read_config, minimax_m2.MiniMaxM2ForCausalLM, ("minimax_m2",)),
+    "GptOssForCausalLM": Family(
+        gpt_oss.read_config, gpt_oss.GptOssForCausalLM, ("gpt_oss",), quantizable=False, packings=("mxfp4",)
+    ),
     "Gemma2ForCausalLM": Family(gemma2.read_config, gemma2.Gemma2ForCausalLM, ("gemma2",), quantizable=False),
     "Gemma3ForCausalLM": Family(gemma3.read_config, gemma3.Gemma3ForCausalLM, ("gemma3_text",), quantizable=False),
     "Phi3ForCausalLM": Family(phi3.read_config, phi3.Phi3ForCausalLM, ("phi3",)),
@@ -159,6 +165,7 @@ for _name, _causal in (
     ("Olmoe", "OlmoeForCausalLM"),
     ("Glm4Moe", "Glm4MoeForCausalLM"),
     ("MiniMaxM2", "MiniMaxM2ForCausalLM"),
+    ("GptOss", "GptOssForCausalLM"),
     ("Gemma2", "Gemma2ForCausalLM"),
     ("Gemma3Text", "Gemma3ForCausalLM"),
     ("Gemma3", "Gemma3ForConditionalGeneration"),
@@ -228,17 +235,19 @@ def find_family(raw: RawConfig) -> tuple[str, Family]:
     Raises UnsupportedModelError if there is none, if model_type names another family, or for keys that change the
     computation of any family.
     """
-    _require_one_value(raw)
     architectures = raw.get("architectures", list, [])
     name = next((name for name in architectures if isinstance(name, str) and name in FAMILIES), None)
     if name is None:
         found = excerpt(architectures) if architectures else "none"
         names = ", ".join(name for name in FAMILIES if name.endswith(("ForCausalLM", "LMHeadModel")))
+        _require_one_value(raw)
         raise UnsupportedModelError(
             f"{raw.source}: architecture {found} is not supported; supported are {names}, "
             "and their bases and classifiers"
         )
     family = FAMILIES[name]
+    packing = raw.get("quantization_config", dict, {}).get("quant_method")
+    _require_one_value(raw.changed({"quantization_config": None}) if packing in family.packings else raw)
     kind = raw.get("model_type", str, None)
     if kind not in family.model_types and any(kind in other.model_types for other in FAMILIES.values()):
         raise raw.unsupported(f"model_type = {excerpt(kind)} with architecture {name}")

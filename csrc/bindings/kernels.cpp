@@ -160,7 +160,8 @@ void bind_cpu_kernels(py::module_& m) {
   py::enum_<ActivationFunction>(m, "ActivationFunction")
       .value("silu", ActivationFunction::kSilu)
       .value("gelu_tanh", ActivationFunction::kGeluTanh)
-      .value("gelu", ActivationFunction::kGelu);
+      .value("gelu", ActivationFunction::kGelu)
+      .value("clamped_silu", ActivationFunction::kClampedSilu);
 
   py::class_<CpuLinear, std::shared_ptr<CpuLinear>>(m, "CpuLinear")
       .def(py::init(&make_linear), py::arg("weights"), py::arg("rows"), py::arg("biases"), py::arg("k"), py::arg("dtype"),

@@ -81,4 +81,20 @@ MIXTURES: dict[str, tuple[str, dict[str, Any]]] = {
             "intermediate_size": 24, "tie_word_embeddings": True,
         },
     ),
+    "gpt-oss": (
+        "GptOss",
+        {
+            "num_hidden_layers": 4, "head_dim": 16, "num_local_experts": 5, "num_experts_per_tok": 2,
+            "intermediate_size": 40, "sliding_window": 6, "initializer_range": 0.2,
+        },
+    ),
+    "gpt-oss-unbiased": (
+        "GptOss",
+        {
+            "head_dim": 8, "num_key_value_heads": 3, "num_local_experts": 4, "num_experts_per_tok": 4,
+            "intermediate_size": 24, "sliding_window": 9, "attention_bias": False, "initializer_range": 0.2,
+            "layer_types": ["full_attention", "sliding_attention", "sliding_attention"],
+            "rope_parameters": {"rope_type": "default", "rope_theta": 700.0}, "tie_word_embeddings": True,
+        },
+    ),
 }  # fmt: skip

@@ -37,6 +37,7 @@ SOURCES = {
     "olmoe": ["olmoe"],
     "glm4-moe": ["glm4_moe"],
     "minimax-m2": ["minimax_m2"],
+    "gpt-oss": ["gpt_oss"],
     "gemma2": ["gemma2"],
     "gemma3": ["gemma3"],
     "phi3-longrope": ["phi3"],

@@ -43,6 +43,7 @@ VARIANTS = [
     "olmoe",
     "glm4-moe",
     "minimax-m2",
+    "gpt-oss",
 ]
 UNLABELLED = {"granite", "cohere2", "olmoe", "glm4-moe", "minimax-m2"}
 """transformers has no classification model of these."""
@@ -98,7 +99,8 @@ class Counter:
 
     def float32(self, name: str, count: int) -> torch.Tensor:
         self.get(name, count)
-        self.counts[name] = 0  # no parameter, but a buffer
+        if name.endswith("correction_bias"):
+            self.counts[name] = 0  # no parameter, but a buffer
         return torch.zeros(count)
 
 

@@ -70,6 +70,10 @@ class ReferenceOps(BaseOps[ReferenceLinear]):
 
     def activate(self, x: Tensor, activation: Activation) -> Tensor:
         x32, up = x.float().chunk(2, dim=-1) if is_gated(activation) else (x.float(), None)
+        if activation == "clamped_silu_mul":
+            assert up is not None
+            gate = x32.clamp(max=7.0)
+            return (gate * torch.sigmoid(1.702 * gate) * (up.clamp(-7.0, 7.0) + 1)).to(x.dtype)
         match activation.removesuffix("_mul"):
             case "silu":
                 y = F.silu(x32)

@@ -192,6 +192,13 @@ class Checkpoint:
         self.owned_bytes += stored.numel() * self._dtype.itemsize
         return stored.to(self._dtype).T
 
+    @property
+    def dtype(self) -> torch.dtype:
+        return self._dtype
+
+    def uint8(self, name: str, *shape: int) -> Tensor:
+        return self._read(name, shape, kinds=(torch.uint8,)).to(self._device)
+
     def float32(self, name: str, count: int) -> Tensor:
         return self._own(self._read(name, (count,)).to(self._device, torch.float32))
 
@@ -271,7 +278,7 @@ class Checkpoint:
             raise MissingWeightError(f"tensor {key} is not in {path}, where the index places it: {_brief(e)}") from e
         return tensor
 
-    def _read(self, name: str, *shapes: tuple[int, ...]) -> Tensor:
+    def _read(self, name: str, *shapes: tuple[int, ...], kinds: tuple[torch.dtype, ...] = _FLOATS) -> Tensor:
         key = self._require(name)
         path = self._shard_of[key]
         tensor = self._tensor(key)
@@ -280,8 +287,9 @@ class Checkpoint:
             raise WeightMismatchError(
                 f"tensor {key} in {path}: expected shape {expected}, found {excerpt(tuple(tensor.shape))}"
             )
-        if tensor.dtype not in _FLOATS:
-            raise WeightMismatchError(f"tensor {key} in {path}: expected floats, found {tensor.dtype}")
+        if tensor.dtype not in kinds:
+            wanted = "floats" if kinds is _FLOATS else "bytes"
+            raise WeightMismatchError(f"tensor {key} in {path}: expected {wanted}, found {tensor.dtype}")
         if key not in self._used:  # several projections may share it
             self._used.add(key)
             self.num_parameters += tensor.numel()
@@ -337,6 +345,17 @@ class DummyWeights:
         """A transposed view of numbers that are drawn for the transpose of ``shape``."""
         axis = 1 - part.axis
         return self.get(name, *shape[::-1], part=part._replace(axis=axis)).T
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self._pool.dtype
+
+    def uint8(self, name: str, *shape: int) -> Tensor:
+        """Random bytes; scales that make weights of them like others."""
+        device = self._pool.device
+        if name.endswith("_scales"):
+            return torch.full(shape, 120, dtype=torch.uint8, device=device)
+        return torch.randint(256, shape, dtype=torch.uint8, device=device, generator=self._generator)
 
     def float32(self, name: str, count: int) -> Tensor:
         return self.get(name, count).float()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from asyncengine.kernels.float8 import Quantization, pack_float8
@@ -20,6 +21,10 @@ class TensorSource(Protocol):
 
     owned_bytes: int
     """Bytes of the tensors that are no mapped file."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The model's dtype."""
 
     def __contains__(self, name: str) -> bool:
         """Return whether there is a tensor of that name."""
@@ -35,6 +40,9 @@ class TensorSource(Protocol):
 
     def float32(self, name: str, count: int) -> Tensor:
         """A vector [count] in float32. Raises as ``get`` does."""
+
+    def uint8(self, name: str, *shape: int) -> Tensor:
+        """A tensor of bytes of this shape, for weights that are packed. Raises as ``get`` does."""
 
     def get_transposed(self, name: str, *shape: int, part: Part = WHOLE) -> Tensor:
         """A matrix that is stored as the transpose of ``shape``: a transposed view, to be copied once."""

@@ -5,8 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from asyncengine.errors import UnsupportedModelError
 from asyncengine.kernels.weight import PackedWeight
 from asyncengine.models.weights.formats import Dense, TensorSource, WeightFormat
+from asyncengine.models.weights.mxfp4 import BLOCK, unpack_mxfp4
 from asyncengine.models.weights.shard import Cut, Shard
 
 
@@ -64,6 +66,30 @@ class WeightSource:
     def table(self, module: str, rows: int, width: int) -> PackedWeight:
         """The matrix of an embedding or of a head, of which each rank has the whole."""
         return self._format.table(self._tensors, module, (rows, width), self._shard.part("whole"))
+
+    def expert_matrices(
+        self, name: str, count: int, rows: int, columns: int, order: Tensor | None = None, *, mxfp4: bool = False
+    ) -> Tensor:
+        """The matrices [count, rows, columns] of a tensor with those of all experts, their rows in an ``order``.
+
+        A dense checkpoint holds them as [count, columns, rows]; one in MXFP4 as name_blocks and name_scales.
+        """
+        if self._shard.ranks > 1:
+            raise UnsupportedModelError(f"{name} cannot be cut for {self._shard.ranks} ranks")
+        if not mxfp4:
+            whole = self._tensors.get(name, count, columns, rows).transpose(1, 2)
+            return (whole if order is None else whole[:, order]).contiguous()
+        if columns % BLOCK:
+            raise UnsupportedModelError(f"{name} in MXFP4 has rows of {columns}, which are no blocks of {BLOCK}")
+        blocks = self._tensors.uint8(f"{name}_blocks", count, rows, columns // BLOCK, BLOCK // 2)
+        scales = self._tensors.uint8(f"{name}_scales", count, rows, columns // BLOCK)
+        dtype = self._tensors.dtype
+        out = torch.empty(count, rows, columns, dtype=dtype, device=blocks.device)
+        for matrix, own, factors in zip(out, blocks, scales, strict=True):
+            whole = unpack_mxfp4(own, factors, dtype)
+            matrix.copy_(whole if order is None else whole[order])
+        self._tensors.owned_bytes += out.nbytes
+        return out
 
     def float32(self, name: str, count: int) -> Tensor:
         """A vector [count] in float32, whatever the model's dtype is."""

@@ -82,7 +82,8 @@ struct EmbedTask {
   float scale;  // of the rows of `table`
 };
 
-enum class ActivationFunction : int { kSilu = 0, kGeluTanh = 1, kGelu = 2 };
+// kClampedSilu, which is gated: g * sigmoid(1.702 g) * (u + 1) of g = min(gate, 7) and u = up between -7 and 7.
+enum class ActivationFunction : int { kSilu = 0, kGeluTanh = 1, kGelu = 2, kClampedSilu = 3 };
 
 struct Activation {
   ActivationFunction function;

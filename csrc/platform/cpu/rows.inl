@@ -139,6 +139,20 @@ AE_INLINE void activate_rows(bool gated, const T* x, T* y, int64_t width, int64_
 }
 
 template <class T>
+AE_INLINE void clamped_silu_rows(const T* x, T* y, int64_t width, int64_t row_begin, int64_t row_end) {
+  for (int64_t row = row_begin; row < row_end; ++row) {
+    const T* in = x + row * width * 2;
+    for_each_vector(width, [&](int64_t i, int64_t count) __attribute__((always_inline)) {
+      Vec gate = load_elements(in + i, count), up = load_elements(in + width + i, count);
+      gate = gate > 7.f ? splat(7.f) : gate;  // what is no number stays so
+      up = up > 7.f ? splat(7.f) : up;
+      up = up < -7.f ? splat(-7.f) : up;
+      store_elements(y + row * width + i, gate * sigmoid(1.702f * gate) * (up + 1.f), count);
+    });
+  }
+}
+
+template <class T>
 void activation_rows(Activation kind, const T* x, T* y, int64_t width, int64_t row_begin, int64_t row_end) {
   auto rows = [&](auto&& function)
                   __attribute__((always_inline)) { activate_rows(kind.gated, x, y, width, row_begin, row_end, function); };
@@ -146,6 +160,7 @@ void activation_rows(Activation kind, const T* x, T* y, int64_t width, int64_t r
     case ActivationFunction::kSilu: return rows([](Vec v) __attribute__((always_inline)) { return silu(v); });
     case ActivationFunction::kGeluTanh: return rows([](Vec v) __attribute__((always_inline)) { return gelu_tanh(v); });
     case ActivationFunction::kGelu: return rows([](Vec v) __attribute__((always_inline)) { return gelu(v); });
+    case ActivationFunction::kClampedSilu: return clamped_silu_rows(x, y, width, row_begin, row_end);
   }
 }
 

@@ -9,10 +9,10 @@ from torch import Tensor
 
 from asyncengine.kernels.cuda.launch.compiling import kernel
 from asyncengine.kernels.cuda.launch.programmatic import launch_options, start_next, wait
-from asyncengine.kernels.cuda.rows.activation import activate
+from asyncengine.kernels.cuda.rows.activation import activate, clamped_silu_mul
 from asyncengine.kernels.cuda.rows.tensors import ELEMENTWISE_TILE
 
-GATED_KINDS = frozenset(("silu_mul", "gelu_tanh_mul"))
+GATED_KINDS = frozenset(("silu_mul", "gelu_tanh_mul", "clamped_silu_mul"))
 
 
 @triton.jit
@@ -24,6 +24,8 @@ def activate_columns(y, ACT: tl.constexpr, GATED: tl.constexpr):
         gate, up = tl.split(tl.permute(tl.reshape(y, [2, BN // 2, BM]), [1, 2, 0]))
         if ACT == "silu_mul":
             y = gate * tl.sigmoid(gate) * up
+        elif ACT == "clamped_silu_mul":
+            y = clamped_silu_mul(gate, up)
         else:
             tl.static_assert(ACT == "gelu_tanh_mul")
             y = activate(gate, "gelu_tanh") * up

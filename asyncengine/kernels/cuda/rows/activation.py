@@ -28,6 +28,14 @@ def activate(value: tl.tensor, KIND: tl.constexpr) -> tl.tensor:
     return 0.5 * value * (1.0 + tl.erf(value * 0.7071067811865476))
 
 
+@triton.jit
+def clamped_silu_mul(gate: tl.tensor, up: tl.tensor) -> tl.tensor:
+    """What is no number stays so."""
+    gate = tl.where(gate > 7.0, 7.0, gate)
+    up = tl.where(up > 7.0, 7.0, tl.where(up < -7.0, -7.0, up))
+    return gate * tl.sigmoid(1.702 * gate) * (up + 1.0)
+
+
 @kernel
 def _activation_kernel(
     x: tl.tensor,
@@ -50,6 +58,9 @@ def _activation_kernel(
     elif KIND == "gelu_tanh_mul":
         up = tl.load(x + row * x_stride + WIDTH + column, mask=inside, other=0.0).to(tl.float32)
         value = activate(value, "gelu_tanh") * up
+    elif KIND == "clamped_silu_mul":
+        up = tl.load(x + row * x_stride + WIDTH + column, mask=inside, other=0.0).to(tl.float32)
+        value = clamped_silu_mul(value, up)
     else:
         value = activate(value, KIND)
     tl.store(out + row * WIDTH + column, value.to(out.dtype.element_ty), mask=inside)

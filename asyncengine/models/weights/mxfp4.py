@@ -1,0 +1,21 @@
+"""MXFP4 (Open Compute Project, "Microscaling Formats" 1.0): numbers of 4 bits in blocks of 32 that share a power of 2.
+
+A byte has two numbers, the first in its low half: a sign, two bits of an exponent and one of a fraction.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+BLOCK = 32
+_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+_BIAS = 127
+
+
+def unpack_mxfp4(blocks: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
+    """The matrix [N, K] of blocks uint8 [N, K / 32, 16] and scales uint8 [N, K / 32], exactly."""
+    values = torch.tensor((*_VALUES, *(-value for value in _VALUES)), dtype=dtype, device=blocks.device)
+    pairs = torch.stack((blocks & 15, blocks >> 4), -1).flatten(-2).to(torch.int32)
+    factors = torch.exp2(scales.float() - _BIAS).to(dtype)
+    return (values[pairs] * factors[..., None]).flatten(1)
