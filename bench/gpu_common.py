@@ -25,7 +25,7 @@ from asyncengine.models.registry import find_family
 
 SHAPES_DIR = Path(__file__).parent / "shapes"
 SHAPES = ("gpt2", "qwen3-0.6b", "llama-3.1-8b")
-MIXTURES = ("qwen3-30b-a3b", "mixtral-8x7b")
+MIXTURES = ("qwen3-30b-a3b", "mixtral-8x7b", "gpt-oss-20b")
 """Shapes with experts, which benchmarks measure on request alone."""
 PROMPT_LEN = 128
 BANDWIDTH = 4.4e12

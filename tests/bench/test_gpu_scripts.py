@@ -337,6 +337,10 @@ def test_parameters_and_bytes() -> None:
     assert weight_bytes(llama) == pytest.approx(15.0e9, rel=0.01)
     assert weight_bytes(llama, "fp8") == pytest.approx(8.03e9, rel=0.01)
     assert kv_bytes_per_token(llama) == 131072
+    mixture = read_model("qwen3-30b-a3b")
+    embeddings = 2 * mixture.vocab_size * mixture.hidden_size
+    assert layer_parameters(mixture, rows=1000) + embeddings == pytest.approx(30.5e9, rel=0.005)
+    assert layer_parameters(mixture) + embeddings == pytest.approx(3.35e9, rel=0.01)
 
 
 @pytest.mark.parametrize(("shape", "floor"), [("gpt2", 0.058), ("qwen3-0.6b", 0.28), ("llama-3.1-8b", 3.42)])

@@ -422,16 +422,6 @@ def test_attention(
         assert_near(out, paged.twin(s, window), 1.0)
 
 
-@pytest.mark.parametrize("window", [0, 70])
-def test_sinks_take_their_part_of_the_softmax(ops: CpuOps, dtype: torch.dtype, window: int) -> None:
-    """A row that is shared among items is one of them."""
-    paged = Paged([15, 1300], (4, 2), 40, dtype, sinks=torch.tensor([-3.0, 0.0, 1.5, 30.0]))
-    for s, n in enumerate(paged.lengths):
-        paged.step(ops, [(s, 0, n - 1)], window)
-        [got] = paged.step(ops, [(s, n - 1, n)], window)
-        assert_near(got, paged.twin(s, window)[-1:], 1.0)
-
-
 @pytest.mark.parametrize("window", [0, 3, 100, 600])
 def test_attention_over_partitions(ops: CpuOps, window: int) -> None:
     paged = Paged([1300], (3, 1), 32, torch.float32, block_size=48)

@@ -90,6 +90,25 @@ def test_scores_are_capped(ops: BaseOps, dtype: torch.dtype, window: int) -> Non
     assert_near(out, attend(heads, plain), dtype)
 
 
+@pytest.mark.parametrize("window", [0, 70])
+def test_sinks_take_their_part_of_the_softmax(dtype: torch.dtype, window: int) -> None:
+    """A decode row is shared among items of native kernels; the twin computes it at once."""
+    sinks = torch.tensor([-3.0, 0.0, 1.5, 30.0])
+    layer = AttentionLayer(HEADS, None, None, DIM**-0.5, window, 0.0, None, sinks)
+    heads, results = random(1300, (HEADS + 4) * DIM, dtype=dtype, seed=1), []
+    for ops in (CpuOps(2), ReferenceOps(), CpuOps(2, prefill_attention="sdpa")):
+        cache, blocks = empty_cache(1300, dtype), list(range(82))
+        for first, last in ((0, 1299), (1299, 1300)):
+            places = list(range(first, last))
+            batch = _core.StepBatch(places, places, places, [0, last - first], [first], [blocks], [])
+            out = ops.attention(heads[first:last].clone(), layer, cache, batch)
+        results.append(out)
+    for other in results[1:]:
+        assert_near(results[0], other, dtype)
+    none = ops.attention(heads[1299:].clone(), layer._replace(sinks=None), cache, batch)
+    assert (none - results[0]).abs().max() > 0.1 * none.abs().max()
+
+
 def test_logits_are_capped(ops: BaseOps, dtype: torch.dtype) -> None:
     x, weight = random(5, HIDDEN, dtype=dtype, seed=1), random(VOCAB, HIDDEN, dtype=dtype, seed=2)
     norm, head = Norm(random(HIDDEN, dtype=dtype, seed=3), None, 1e-6), ops.make_head(dense(weight))

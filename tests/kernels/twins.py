@@ -19,8 +19,12 @@ def activated(y: Tensor, error: Tensor, kind: Activation | None) -> tuple[Tensor
     """An activation of y, which is known but for ``error``; no activation is steeper than 1.13."""
     if kind is None:
         return y, error
-    if kind != "silu_mul":
+    if not kind.endswith("_mul"):
         return F.gelu(y, approximate="tanh" if kind == "gelu_tanh" else "none"), 1.13 * error
+    if kind == "clamped_silu_mul":  # for results that are known
+        gate, up = y.chunk(2, 1)
+        gate = gate.clamp(max=7)
+        return gate * torch.sigmoid(1.702 * gate) * (up.clamp(-7, 7) + 1), error.chunk(2, 1)[0]
     (gate, up), (gate_error, up_error) = y.chunk(2, 1), error.chunk(2, 1)
     error = 1.13 * gate_error * (up.abs() + up_error) + F.silu(gate).abs() * up_error
     return F.silu(gate) * up, error

@@ -100,6 +100,8 @@ class LoadedModel:
             return "has layers that keep a state"
         if not self.config.has_alike_layers:
             return "has layers that do not all keep keys and values of one shape"
+        if self.config.attention_sinks:
+            return "has sinks in its attention"
         return "has heads of an odd size" if self.config.head_dim % 2 else ""
 
     def _fingerprint(self, config: EngineConfig) -> str:

@@ -30,7 +30,7 @@ def activate(value: tl.tensor, KIND: tl.constexpr) -> tl.tensor:
 
 @triton.jit
 def clamped_silu_mul(gate: tl.tensor, up: tl.tensor) -> tl.tensor:
-    """What is no number stays so."""
+    """SiLU with a gate, both between limits. NaN stays NaN."""
     gate = tl.where(gate > 7.0, 7.0, gate)
     up = tl.where(up > 7.0, 7.0, tl.where(up < -7.0, -7.0, up))
     return gate * tl.sigmoid(1.702 * gate) * (up + 1.0)
