@@ -11,6 +11,7 @@ import torch
 
 from asyncengine.config import EngineConfig
 from asyncengine.kernels.cpu.reference import ReferenceOps
+from asyncengine.runner.describe import describe_model
 from asyncengine.runner.steps.model_runner import CpuModelRunner
 from tests.models import tiny
 
@@ -91,3 +92,13 @@ def test_logits_are_close_in_bfloat16(checkpoint, kernels):
     error = (ours - exact).std() / exact.std()
     assert error < 0.1
     assert error < 1.5 * (theirs - exact).std() / exact.std()
+
+
+def test_headers_say_what_a_loaded_model_takes(checkpoint):
+    path, _, _ = checkpoint
+    said = describe_model(EngineConfig(model=str(path)), "cpu")
+    info = load(path, "reference").info
+    assert (said.way, said.architecture, said.dtype) == ("native", info.architecture, info.dtype)
+    assert (said.num_parameters, said.weight_bytes) == (info.num_parameters, info.weight_bytes)
+    assert (said.kv_bytes_per_token, said.context) == (info.kv_bytes_per_block // info.block_size, info.max_model_len)
+    assert said.window == info.window

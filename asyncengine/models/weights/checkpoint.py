@@ -144,7 +144,8 @@ class Checkpoint:
     """A TensorSource over safetensors files.
 
     A tensor that has the wanted dtype already is used where the file is mapped, without a copy; others
-    are converted one by one. ``mapped_bytes`` and ``owned_bytes`` say how much of each there is.
+    are converted one by one. ``mapped_bytes`` and ``owned_bytes`` say how much of each there is. On torch's device
+    "meta" only the files' headers are read: shapes are checked, and tensors hold nothing.
     """
 
     def __init__(
@@ -171,8 +172,12 @@ class Checkpoint:
         return self._key(name) is not None
 
     def equal(self, name: str, other: str) -> bool:
-        """Return whether two tensors that are there have the same elements in the model's dtype."""
-        one, two = (self._tensor(self._require(key)).to(self._dtype) for key in (name, other))
+        """Return whether two tensors that are there have the same elements in the model's dtype.
+
+        On the device "meta" the first rows speak for all.
+        """
+        read = self._first_rows if self._device.type == "meta" else self._tensor
+        one, two = (read(self._require(key)).to(self._dtype) for key in (name, other))
         return torch.equal(one, two)
 
     def get(self, name: str, *shape: int, part: Part = WHOLE) -> Tensor:
@@ -202,7 +207,7 @@ class Checkpoint:
         """
         if name not in self:
             return None
-        stored = self._read(name, (), (1,), (count,)).float()
+        stored = self._read(name, (), (1,), (count,), elements=True).float()
         if not (stored.isfinite() & (stored > 0)).all():
             raise WeightMismatchError(f"tensor {name} in {self._directory} is no scale: it is to be positive")
         return stored.reshape(-1).expand(count).clone()
@@ -271,10 +276,27 @@ class Checkpoint:
             raise MissingWeightError(f"tensor {key} is not in {path}, where the index places it: {_brief(e)}") from e
         return tensor
 
-    def _read(self, name: str, *shapes: tuple[int, ...]) -> Tensor:
+    def _first_rows(self, key: str, count: int = 64) -> Tensor:
+        """The first rows of a tensor; all of one that has no axis."""
+        part = self._file(self._shard_of[key]).get_slice(key)
+        rows: Tensor = part[:count] if part.get_shape() else self._tensor(key)
+        return rows
+
+    def _header(self, key: str) -> Tensor:
+        """A tensor's shape and dtype, on the device "meta"."""
+        try:
+            shape = self._file(self._shard_of[key]).get_slice(key).get_shape()
+            return torch.empty(shape, dtype=self._first_rows(key, 0).dtype, device="meta")
+        except ModelError:
+            raise
+        except Exception:  # the reader of all of it says what is wrong
+            return self._tensor(key)
+
+    def _read(self, name: str, *shapes: tuple[int, ...], elements: bool = False) -> Tensor:
+        """A tensor of one of the shapes; on the device "meta" without its elements, unless these are asked for."""
         key = self._require(name)
         path = self._shard_of[key]
-        tensor = self._tensor(key)
+        tensor = self._header(key) if self._device.type == "meta" and not elements else self._tensor(key)
         if tuple(tensor.shape) not in shapes:
             expected = " or ".join(map(str, shapes))
             raise WeightMismatchError(

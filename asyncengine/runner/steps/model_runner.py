@@ -92,15 +92,8 @@ class LoadedModel:
 
     @property
     def host_obstacle(self) -> str:
-        """Why no sequence can decode on the host; empty if one can. Queries and keys cross in halves of heads, all
-        layers by one mailbox; and a classification model makes no tokens."""
-        if self.config.labels:
-            return "classifies"
-        if kv_cache.state_bytes(self.config):
-            return "has layers that keep a state"
-        if not self.config.has_alike_layers:
-            return "has layers that do not all keep keys and values of one shape"
-        return "has heads of an odd size" if self.config.head_dim % 2 else ""
+        """``memory.host_obstacle`` of the model."""
+        return kv_cache.host_obstacle(self.config)
 
     def _fingerprint(self, config: EngineConfig) -> str:
         """Digest all that keys and values depend on. Files count by size and time, as reading weights again would take
