@@ -128,6 +128,8 @@ def describe_model(config: EngineConfig, device: str, memory_bytes: int | None =
         context = choose_max_model_len(config, family.read_config(raw))
         dtype = choose_dtype(config.dtype, raw.dtype, torch.device(device))
         form: Any = "dummy" if config.load_format == "dummy" or not has_weights else "auto"
+        if config.quantization != "none" and config.dtype == "auto" and dtype == torch.float16:
+            dtype = torch.bfloat16
         name: Any = str(dtype).removeprefix("torch.")
         # The tables of rotary positions are as long as the context: here there is no use for one.
         probe = replace(config, model=str(path), load_format=form, dtype=name, max_model_len=1)

@@ -386,10 +386,10 @@ class DummyWeights:
 def choose_dtype(wanted: str, stored: str, device: torch.device = _CPU) -> torch.dtype:
     """The dtype to compute in: the wanted one, or with "auto" the checkpoint's.
 
-    float16 becomes float32 on the CPU and bfloat16 on a GPU.
+    A checkpoint's float16 becomes float32 on the CPU, whose kernels have no such products.
     """
     name = stored if wanted == "auto" else wanted
-    half = torch.float32 if device == _CPU else torch.bfloat16
+    half = torch.float32 if device == _CPU and wanted == "auto" else torch.float16
     dtypes = {"float32": torch.float32, "float16": half, "bfloat16": torch.bfloat16}
     if name not in dtypes:
         raise UnsupportedModelError(

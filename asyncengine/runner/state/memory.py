@@ -55,7 +55,7 @@ def state_bytes(model: ModelConfig) -> int:
     return sum(spec.num_bytes for spec in model.layer_caches if isinstance(spec, StateSpec))
 
 
-def host_obstacle(model: ModelConfig) -> str:
+def host_obstacle(model: ModelConfig, dtype: torch.dtype = torch.bfloat16) -> str:
     """Return why no sequence of the model can decode on the host; empty if one can.
 
     Queries and keys cross in halves of heads, all layers by one mailbox; and a classification model makes no tokens.
@@ -66,6 +66,8 @@ def host_obstacle(model: ModelConfig) -> str:
         return "has layers that keep a state"
     if not model.has_alike_layers:
         return "has layers that do not all keep keys and values of one shape"
+    if dtype == torch.float16:
+        return "computes in float16"
     return "has heads of an odd size" if model.head_dim % 2 else ""
 
 

@@ -93,7 +93,7 @@ class LoadedModel:
     @property
     def host_obstacle(self) -> str:
         """``memory.host_obstacle`` of the model."""
-        return kv_cache.host_obstacle(self.config)
+        return kv_cache.host_obstacle(self.config, self.dtype)
 
     def _fingerprint(self, config: EngineConfig) -> str:
         """Digest all that keys and values depend on. Files count by size and time, as reading weights again would take
@@ -133,6 +133,8 @@ def load_model(config: EngineConfig, ops: Ops[Any, Any, Any], *, progress: bool 
     max_model_len = choose_max_model_len(config, model_config)
     _check_memory_beside_cache(config, model_config, max_model_len)
     dtype = choose_dtype(config.dtype, raw.dtype, ops.device)
+    if config.quantization != "none" and config.dtype == "auto" and dtype == torch.float16:
+        dtype = torch.bfloat16  # as the kernels for quantised weights have it
     if config.quantization != "none":
         if not family.quantizable:
             raise ConfigError(f"quantization={config.quantization} is not implemented for {architecture}")
@@ -217,6 +219,8 @@ class CpuModelRunner:
         """
         if config.quantization != "none":
             raise ConfigError(f"quantization={config.quantization} needs a GPU, and there is none or device is cpu")
+        if config.dtype == "float16":
+            raise ConfigError("dtype=float16 needs a GPU, and there is none: take bfloat16 or float32")
         if config.hybrid_form in ("link", "both"):
             raise ConfigError(f"hybrid_form={config.hybrid_form} needs a GPU, and there is none")
         ops = ops or cpu_ops(config)
