@@ -23,6 +23,7 @@ logger = logging.getLogger(__name__)
 
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
+CONSOLIDATED_FILE = "consolidated.safetensors"
 MAX_INDEX_BYTES = 64 << 20
 """Largest index; that of a model with 700 billion parameters has 9 MB."""
 MAX_HEADER_BYTES = 32 << 20
@@ -74,7 +75,8 @@ def find_shards(directory: Path) -> dict[str, Path]:
     """Map each tensor to the file that holds it. Raises MissingWeightError naming the first file that is not there.
 
     A single file counts before an index, as transformers has it: shards that are stale may lie beside it. An index
-    that names anything but files of the directory is refused (ModelError).
+    that names anything but files of the directory is refused (ModelError). Mistral's own file counts if there is
+    neither.
     """
     index = directory / INDEX_FILE
     single = directory / SINGLE_FILE
@@ -89,9 +91,13 @@ def find_shards(directory: Path) -> dict[str, Path]:
             if not os.path.lexists(path):
                 raise MissingWeightError(f"shard {file}, which {index} names, is not there")
         return {name: paths[file] for name, file in weight_map.items()}
+    consolidated = directory / CONSOLIDATED_FILE
+    if os.path.lexists(consolidated):
+        return dict.fromkeys(_open_shard(consolidated).keys(), consolidated)
     hint = ""
-    if any(directory.glob("*.bin")) or any(directory.glob("*.pt*")):
-        hint = "; only safetensors files are read: convert it with transformers' save_pretrained"
+    if pickles := sorted(path.name for path in directory.iterdir() if path.suffix in (".bin", ".pt", ".pth")):
+        name = pickles[0] if pickles[0].isprintable() and len(pickles[0]) < 100 else excerpt(pickles[0])
+        hint = f"; {name} is not read, as a pickle may run code: convert it with transformers' save_pretrained"
     raise MissingWeightError(f"{directory} has neither {SINGLE_FILE} nor {INDEX_FILE}{hint}")
 
 
@@ -140,6 +146,27 @@ def _aligned(tensor: Tensor) -> Tensor:
     return tensor if tensor.data_ptr() % tensor.itemsize == 0 else tensor.clone()
 
 
+_MISTRALS = {
+    "tok_embeddings": "embed_tokens", "output": "lm_head", "norm": "norm", "attention_norm": "input_layernorm",
+    "ffn_norm": "post_attention_layernorm", "attention.wq": "self_attn.q_proj", "attention.wk": "self_attn.k_proj",
+    "attention.wv": "self_attn.v_proj", "attention.wo": "self_attn.o_proj", "feed_forward.w1": "mlp.gate_proj",
+    "feed_forward.w3": "mlp.up_proj", "feed_forward.w2": "mlp.down_proj",
+}  # fmt: skip
+"""Names of modules in a consolidated file, and those of transformers."""
+
+
+def _names_of_transformers(shard_of: dict[str, Path]) -> dict[str, str]:
+    """Names of transformers, without the trunk's, for tensors of a consolidated file; empty for other files."""
+    if not any(path.name == CONSOLIDATED_FILE for path in shard_of.values()):
+        return {}
+    names = {}
+    for key in shard_of:
+        match = re.fullmatch(r"(layers\.\d+\.|)([\w.]+)\.(weight|bias)", key)
+        if match and match[2] in _MISTRALS:
+            names[f"{match[1]}{_MISTRALS[match[2]]}.{match[3]}"] = key
+    return names
+
+
 class Checkpoint:
     """A TensorSource over safetensors files.
 
@@ -164,9 +191,15 @@ class Checkpoint:
         self._shard_of = find_shards(directory)
         self._directory = directory
         self._open: dict[Path, Any] = {}
+        self._renamed = _names_of_transformers(self._shard_of)
         self._shared = self._shared_names()
         self._used: set[str] = set()
         self._progress = Progress(sum(checked_size(path) for path in set(self._shard_of.values())), enabled=progress)
+
+    @property
+    def rotates_neighbours(self) -> bool:
+        """Queries and keys lie in the order of Mistral's own files, in which neighbours are rotated together."""
+        return bool(self._renamed)
 
     def __contains__(self, name: str) -> bool:
         return self._key(name) is not None
@@ -253,6 +286,8 @@ class Checkpoint:
                 return key
             if key in self._shared:
                 return self._shared[key]
+            if key in self._renamed:
+                return self._renamed[key]
         return None
 
     def _require(self, name: str) -> str:
@@ -327,6 +362,8 @@ class DummyWeights:
         self._room = total_memory() if device == _CPU else None
         self._generator = torch.Generator().manual_seed(seed)
         self._pool = torch.empty(self._POOL).normal_(0, std, generator=self._generator).to(device, dtype)
+
+    rotates_neighbours = False
 
     def __contains__(self, name: str) -> bool:
         """Random weights have every tensor that a model asks for."""

@@ -21,6 +21,11 @@ class TensorSource(Protocol):
     owned_bytes: int
     """Bytes of the tensors that are no mapped file."""
 
+    @property
+    def rotates_neighbours(self) -> bool:
+        """Return whether queries and keys lie in an order in which neighbours are rotated together, whatever their
+        family's is."""
+
     def __contains__(self, name: str) -> bool:
         """Return whether there is a tensor of that name."""
 

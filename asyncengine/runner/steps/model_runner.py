@@ -24,7 +24,7 @@ from asyncengine.kernels.ops import LayerCache, LayerKVCache, Ops
 from asyncengine.machine import total_memory
 from asyncengine.models.config import ModelConfig, RawConfig
 from asyncengine.models.files import read_optional_json
-from asyncengine.models.registry import CausalLM, find_family, settle_head
+from asyncengine.models.registry import CausalLM, find_family, settle_head, settle_rotation
 from asyncengine.models.weights.checkpoint import Checkpoint, DummyWeights, choose_dtype
 from asyncengine.models.weights.formats import choose_format
 from asyncengine.models.weights.hub import resolve_model
@@ -146,7 +146,7 @@ def load_model(config: EngineConfig, ops: Ops[Any, Any, Any], *, progress: bool 
         else Checkpoint(path, dtype, device=ops.device, progress=progress)
     )
     with contextlib.closing(tensors):
-        model_config = settle_head(model_config, tensors)
+        model_config = settle_rotation(settle_head(model_config, tensors), tensors)
         weights = WeightSource(tensors, choose_format(config.quantization))
         model = family.build(model_config, weights, ops, max_model_len)
         scales = kv_scales.stored(tensors, model_config) if config.float8_cache else None
