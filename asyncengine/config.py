@@ -65,7 +65,8 @@ class EngineConfig:
     revision: str | None = None
     """Branch, tag or commit of the model on the hub."""
     chat_template: str | None = None
-    """Path of a Jinja file that replaces the model's chat template."""
+    """Path of a Jinja file that replaces the model's chat template, or the name of one of the model's templates, as
+    files of additional_chat_templates/ have them."""
     sandbox: bool = True
     """Render chat templates, tokenize by rules that are not known to be quick, and try grammars of requests, in
     processes of their own, which can be ended; off: in this process, for models whose author is trusted not to hold it
