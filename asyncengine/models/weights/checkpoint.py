@@ -385,7 +385,7 @@ class DummyWeights:
             tensor.zero_()
         elif len(shape) == 1:
             tensor.fill_(1)
-        else:
+        elif not tensor.is_meta:
             self._fill(tensor.view(-1))
         tensor = part.of(tensor).contiguous()
         self.num_parameters += math.prod(shape)
