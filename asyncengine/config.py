@@ -65,7 +65,8 @@ class EngineConfig:
     revision: str | None = None
     """Branch, tag or commit of the model on the hub."""
     chat_template: str | None = None
-    """Path of a Jinja file that replaces the model's chat template."""
+    """Path of a Jinja file that replaces the model's chat template, or the name of one of the model's templates, as
+    files of additional_chat_templates/ have them."""
     sandbox: bool = True
     """Render chat templates, tokenize by rules that are not known to be quick, and try grammars of requests, in
     processes of their own, which can be ended; off: in this process, for models whose author is trusted not to hold it
@@ -74,9 +75,9 @@ class EngineConfig:
     """A request whose template or tokenizer takes longer in that process is refused."""
     load_format: Literal["auto", "safetensors", "dummy"] = "auto"
     """dummy fills the model with random weights from config.json alone."""
-    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Type of weights and activations. auto takes the checkpoint's own, float16 becoming float32 on the CPU and
-    bfloat16 on a GPU."""
+    dtype: Literal["auto", "float32", "float16", "bfloat16"] = "auto"
+    """Type of weights and activations. auto takes the checkpoint's own, float16 becoming float32 on the CPU, and
+    bfloat16 where layers are quantised. float16 is for GPUs, whose kernels for few rows are faster in bfloat16."""
     quantization: Literal["none", "fp8"] = "none"
     """Layers in float8, on a GPU. fp8 gives weights a scale for each output channel, quantises them when they are
     loaded, and activations row by row. For families with RMS norms before the blocks and SiLU, as Llama, Mistral, Qwen
@@ -212,6 +213,8 @@ class EngineConfig:
         if self.quantization != "none" and (self.device == "cpu" or self.dtype == "float32"):
             wrong = "device=cpu" if self.device == "cpu" else "dtype=float32"
             raise ConfigError(f"quantization={self.quantization} needs a GPU and dtype=bfloat16, got {wrong}")
+        if self.dtype == "float16" and self.device == "cpu":
+            raise ConfigError("dtype=float16 needs a GPU, got device=cpu: take bfloat16 or float32")
         if self.host_kv_memory_bytes is not None and not self.enable_prefix_caching:
             raise ConfigError("host_kv_memory_bytes needs enable_prefix_caching: its blocks are found as prefixes")
         if self.disk_kv_path is not None and self.host_kv_memory_bytes is None:

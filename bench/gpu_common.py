@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from asyncengine import AsyncEngine, SamplingParams
+from asyncengine.kernels.ops import is_gated
 from asyncengine.models.config import ModelConfig, RawConfig
 from asyncengine.models.registry import find_family
 
@@ -39,7 +40,7 @@ ELEMENT_BYTES = 2
 
 def model_directory(shape: str) -> Path:
     """Return the directory of a shape: a name of bench/shapes, or a directory itself."""
-    return SHAPES_DIR / shape if shape in SHAPES + MIXTURES else Path(shape)
+    return SHAPES_DIR / shape if (SHAPES_DIR / shape / "config.json").is_file() else Path(shape)
 
 
 def read_model(shape: str) -> ModelConfig:
@@ -50,7 +51,7 @@ def read_model(shape: str) -> ModelConfig:
 def projections(c: ModelConfig) -> dict[str, tuple[int, int]]:
     """[N, K] of a layer's matrices."""
     width, kv_width = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
-    up = c.intermediate_size * (2 if c.activation == "silu_mul" else 1)
+    up = c.intermediate_size * (2 if is_gated(c.activation) else 1)
     return {
         "qkv": (width + 2 * kv_width, c.hidden_size),
         "o": (c.hidden_size, width),

@@ -15,7 +15,7 @@ class EngineOptions(TypedDict, total=False):
     sandbox: bool
     sandbox_timeout_s: float
     load_format: Literal["auto", "safetensors", "dummy"]
-    dtype: Literal["auto", "float32", "bfloat16"]
+    dtype: Literal["auto", "float32", "float16", "bfloat16"]
     quantization: Literal["none", "fp8"]
     device: str
     seed: int

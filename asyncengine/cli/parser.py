@@ -22,11 +22,12 @@ COMMANDS = (
     ("bench", "asyncengine.cli.bench", "measure the core, a model or a server"),
     ("costs", "asyncengine.cli.costs", "measure what a model's steps take, and how well that is foreseen"),
     ("plan", "asyncengine.cli.plan", "print which kernels a model's steps take on a GPU"),
+    ("models", "asyncengine.cli.models", "list the families of models, or say how a model will run and what it takes"),
     ("collect-env", "asyncengine.cli.collect_env", "print what a bug report needs"),
     ("completion", "asyncengine.cli.completion", "print a script that completes commands in a shell"),
 )
 
-_WITH_OPTIONS = ("serve", "generate", "chat", "run-batch", "costs", "plan")
+_WITH_OPTIONS = ("serve", "generate", "chat", "run-batch", "costs", "plan", "models")
 """Commands that take a configuration file; those of bench take one each."""
 _FIRST_SENTENCE = re.compile(r"(.*?)[.](?: .*?)??(?P<default> \(default: [^()]*\))?", re.DOTALL)
 

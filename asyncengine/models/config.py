@@ -407,7 +407,12 @@ def rope_of_layer_type(raw: RawConfig, kind: str, theta: float) -> RawConfig:
         raise raw.unsupported("rope_parameters that are not for layer types")
     own = {"rope_theta": theta} | (by_type.get(kind) or {})
     if kind == "full_attention":
-        own |= raw.get("rope_scaling", dict, {})
+        scaling = raw.get("rope_scaling", dict, {})
+        if "rope_type" not in scaling and scaling.get("type", "default") != "default":
+            # transformers overlooks the old key here, and reads the flag below in no layer type.
+            raise raw.unsupported("rope_scaling without rope_type in this family")
+        own |= scaling
+    RawConfig(own, f"{raw.source}, rope scaling").require("truncate", True)
     return raw.changed({"rope_parameters": own, "rope_scaling": None, "original_max_position_embeddings": None})
 
 

@@ -213,6 +213,13 @@ def settle_head(config: ModelConfig, weights: TensorSource) -> ModelConfig:
     return replace(config, tie_word_embeddings=False)
 
 
+def settle_rotation(config: ModelConfig, weights: TensorSource) -> ModelConfig:
+    """The configuration with the pairs of elements that the weights' order of queries and keys has rotated."""
+    if not weights.rotates_neighbours:
+        return config
+    return replace(config, layer_ropes=tuple(rope and replace(rope, interleaved=True) for rope in config.layer_ropes))
+
+
 _ONE_VALUE: dict[str, Any] = {
     "quantization_config": None,
     "is_causal": True,

@@ -25,7 +25,7 @@ from asyncengine.errors import (
     ModelError,
     ModelNotFoundError,
 )
-from asyncengine.models.files import checked_size
+from asyncengine.models.files import checked_size, excerpt
 from asyncengine.models.weights.hub import resolve_model
 from asyncengine.text import sandbox_program, tool_turns
 from asyncengine.text.tokenizer_files import add_special_tokens, read_chat_templates, read_config
@@ -76,17 +76,16 @@ class Tokenizer:
     ) -> Self:
         """Read a directory or a hub repository.
 
-        ``chat_template`` is the path of a Jinja file that replaces the model's own template; ``num_rows`` the number
-        of rows of the model's embedding. Raises
-        ModelNotFoundError if there is no tokenizer, ModelError if its files are damaged, ConfigError if the
-        template file cannot be used.
+        ``chat_template`` is the path of a Jinja file that replaces the model's own template, or the name of one of the
+        model's templates; ``num_rows`` the number of rows of the model's embedding. Raises ModelNotFoundError if there
+        is no tokenizer, ModelError if its files are damaged, ConfigError if the template cannot be used.
         """
         directory = resolve_model(path_or_id, revision=revision, weights=False)
         config = read_config(directory)
         backend, specials = _load_backend(directory, config)
         templates = read_chat_templates(directory, config)
         if chat_template is not None:
-            templates = {"default": _read_template_file(Path(chat_template))}
+            templates = {"default": _choose_template(chat_template, templates)}
         return cls(backend, specials=specials, chat_templates=templates, num_rows=num_rows)
 
     @functools.cached_property
@@ -190,7 +189,9 @@ class Tokenizer:
         if conversation.continue_final_message:
             messages[-1]["content"] += _OPEN_END
         source = conversation.chat_template
-        return self._template(bool(conversation.tools)) if source is None else source, {
+        if source is None:
+            source = self._template(bool(conversation.tools))
+        return self._templates.get(source, source), {
             "messages": messages,
             "tools": list(conversation.tools) or None,
             "documents": list(conversation.documents) or None,
@@ -345,6 +346,17 @@ def _load_with_transformers(directory: Path) -> tuple[tokenizers.Tokenizer, dict
             raise
         raise ModelError(f"{directory} has no tokenizer.json, and transformers cannot convert it: {e}") from e
     return backend, {name: str(token) for name, token in slow.special_tokens_map.items() if isinstance(token, str)}
+
+
+def _choose_template(name: str, templates: Mapping[str, str]) -> str:
+    """The source in the file of that path or, where there is none, of the model's template of that name."""
+    if name in templates and not Path(name).exists():
+        return templates[name]
+    try:
+        return _read_template_file(Path(name))
+    except ConfigError as e:
+        known = f"; the model's own are {', '.join(map(excerpt, templates))}" if templates else ""
+        raise ConfigError(f"{e}{known}") from e
 
 
 def _read_template_file(path: Path) -> str:

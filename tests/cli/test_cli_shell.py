@@ -60,7 +60,7 @@ def test_completion_in_bash(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     cases = {
         "asyncengine ser": ["serve"],
         "asyncengine serve --api-": ["--api-key", "--api-key-file"],
-        "asyncengine serve --dtype ": ["auto", "float32", "bfloat16"],
+        "asyncengine serve --dtype ": ["auto", "float32", "float16", "bfloat16"],
         "asyncengine serve --port ": [],
         "asyncengine bench ": ["core", "latency", "throughput", "serve", "-h", "--help"],
         "asyncengine bench serve --num-p": ["--num-prompts"],

@@ -11,7 +11,13 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-LIMITS = {"README.md": 110, "CONTRIBUTING.md": 80, "CHANGELOG.md": 60, "bench/NOTES.md": 200}
+LIMITS = {
+    "README.md": 110,
+    "CONTRIBUTING.md": 80,
+    "CHANGELOG.md": 60,
+    "bench/NOTES.md": 200,
+    "asyncengine/models/README.md": 120,
+}
 DOCUMENTS = sorted(
     {*LIMITS, "SECURITY.md", "csrc/README.md", "bench/log/README.md"}
     | {str(path.relative_to(ROOT)) for path in (ROOT / "asyncengine").rglob("README.md")}

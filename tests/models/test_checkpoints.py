@@ -14,6 +14,7 @@ import transformers
 from safetensors.torch import load_file, save_file, save_model
 
 from asyncengine import AsyncEngine, InvalidRequestError, SamplingParams
+from asyncengine.errors import MissingWeightError
 from tests.models import tiny
 
 PROMPT = [5, 9, 3, 70, 12]
@@ -135,3 +136,39 @@ async def test_names_that_share_a_tensor(tmp_path: Path, variant: str) -> None:
     model.save_pretrained(tmp_path)
     save_model(model, str(tmp_path / "model.safetensors"))
     await check_tokens(tmp_path)
+
+
+MISTRALS = {
+    "model.embed_tokens": "tok_embeddings", "lm_head": "output", "model.norm": "norm", "model.": "",
+    "input_layernorm": "attention_norm", "post_attention_layernorm": "ffn_norm", "self_attn.q_proj": "attention.wq",
+    "self_attn.k_proj": "attention.wk", "self_attn.v_proj": "attention.wv", "self_attn.o_proj": "attention.wo",
+    "mlp.gate_proj": "feed_forward.w1", "mlp.up_proj": "feed_forward.w3", "mlp.down_proj": "feed_forward.w2",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("variant", ["mistral-window", "ministral3", "llama-odd-heads-biased"])
+async def test_a_consolidated_file(tmp_path: Path, variant: str) -> None:
+    """Mistral's own form: other names, and neighbours of a head are rotated together."""
+    model = tiny.build_model(variant)
+    model.save_pretrained(tmp_path)
+    heads = {"q": model.config.num_attention_heads, "k": model.config.num_key_value_heads}
+    tensors = {}
+    for name, tensor in load_file(tmp_path / "model.safetensors").items():
+        if (kind := name[-len("q_proj.weight") :][:1]) in heads and name.endswith("_proj.weight"):
+            tensor = tensor.unflatten(0, (heads[kind], 2, -1)).transpose(1, 2).flatten(0, 2)
+        elif "self_attn" in name and name.endswith((".q_proj.bias", ".k_proj.bias")):
+            tensor = tensor.unflatten(0, (heads[name.split(".")[-2][0]], 2, -1)).transpose(1, 2).flatten()
+        for theirs, own in MISTRALS.items():
+            name = name.replace(theirs, own)
+        tensors[name] = tensor.contiguous()
+    save_file(tensors, tmp_path / "consolidated.safetensors")
+    (tmp_path / "model.safetensors").unlink()
+    async with engine_of(tmp_path) as engine:
+        output = await engine.generate(PROMPT, SamplingParams(max_tokens=COUNT, temperature=0.0, ignore_eos=True))
+        assert engine.model_info.num_parameters == model.num_parameters()
+    assert list(output.token_ids) == tiny.generate(model, PROMPT, COUNT)
+    del tensors["layers.1.attention.wo.weight"]
+    save_file(tensors, tmp_path / "consolidated.safetensors")
+    with pytest.raises(MissingWeightError, match=r"layers\.1\.self_attn\.o_proj\.weight is not in"):
+        async with engine_of(tmp_path):
+            pass

@@ -353,6 +353,12 @@ SLIDING = ["sliding_attention"] * 3
         ("gemma3", {"use_bidirectional_attention": True}, "use_bidirectional_attention"),
         ("gemma3", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping = 50.0"),
         ("gemma3", {"rope_parameters": ROPE}, "rope_parameters that are not for layer types"),
+        (
+            "gemma3",
+            {"rope_parameters": None, "rope_scaling": {"type": "linear", "factor": 2.0}},
+            "rope_scaling without rope_type",
+        ),
+        ("olmo3", {"rope_parameters": {"full_attention": tiny.YARN_ROPE | {"truncate": False}}}, "truncate = False"),
         ("mistral-window", {"hidden_act": "gelu"}, "hidden_act = 'gelu'"),
         ("gpt2", {"activation_function": "quick_gelu"}, "activation_function = 'quick_gelu'"),
         ("gpt2", {"add_cross_attention": True}, "add_cross_attention"),

@@ -23,6 +23,7 @@ from asyncengine.runner.steps.model_runner import CpuModelRunner
 from tests.engine.test_embeddings import classes_are_those_of_transformers
 from tests.models import tiny
 from tests.models.test_checkpoints import check_vectors, edit
+from tests.models.test_config_keys import log_probabilities
 
 VARIANTS = [
     "gemma2",
@@ -82,6 +83,14 @@ def test_tensors_that_are_missing_or_wrong_name_themselves(tmp_path: Path, varia
         save_file(tensors | {name: torch.zeros(len(tensor) + 1, *tensor.shape[1:])}, file)
         with pytest.raises(WeightMismatchError, match=rf"tensor {name} in .*: expected shape"):
             load(tmp_path)
+
+
+@pytest.mark.parametrize("variant", [*VARIANTS, "qwen3-moe"])
+def test_a_tied_matrix_may_have_the_name_of_the_head(tmp_path: Path, variant: str) -> None:
+    tiny.build_model(variant, tie_word_embeddings=True).save_pretrained(tmp_path)
+    expected = log_probabilities(load(tmp_path))
+    rename(tmp_path, {"model.embed_tokens.": "lm_head."})
+    assert torch.equal(log_probabilities(load(tmp_path)), expected)
 
 
 class Counter:

@@ -441,7 +441,7 @@ def test_no_weights_at_all(llama):
     with pytest.raises(MissingWeightError, match=r"model\.safetensors"):
         load(llama)
     (llama / "pytorch_model.bin").touch()
-    with pytest.raises(MissingWeightError, match="convert it"):
+    with pytest.raises(MissingWeightError, match=r"pytorch_model\.bin is not read"):
         load(llama)
 
 

@@ -11,7 +11,8 @@ import pytest
 import tokenizers
 import transformers
 
-from asyncengine.errors import ModelError
+from asyncengine.api.conversation import Conversation
+from asyncengine.errors import ConfigError, ModelError
 from asyncengine.text.tokenizer import Tokenizer
 from tests.models import tiny
 
@@ -142,6 +143,19 @@ def test_templates_equal_transformers(tmp_path: Path, name: str) -> None:
     for tools in (None, TOOLS):
         expected = theirs.apply_chat_template(CHAT, tokenize=False, tools=tools)
         assert ours.apply_chat_template(CHAT, add_generation_prompt=False, tools=tools) == expected
+
+
+def test_a_template_is_chosen_by_its_name(tmp_path: Path) -> None:
+    write(tmp_path, chat_template="plain", **{"additional_chat_templates__rag": "documents {{ messages | length }}"})
+    ours, theirs = both(tmp_path)
+    expected = theirs.apply_chat_template(CHAT, tokenize=False, chat_template="rag")
+    assert ours.render(Conversation(messages=CHAT, chat_template="rag")) == expected == "documents 1"
+    assert ours.render(Conversation(messages=CHAT, chat_template="its own")) == "its own"
+    for name, text in (("rag", expected), ("default", "plain")):
+        chosen = Tokenizer.from_pretrained(str(tmp_path), chat_template=name)
+        assert chosen.apply_chat_template(CHAT, tools=TOOLS) == text
+    with pytest.raises(ConfigError, match=r"cannot use the chat template other: .*the model's own are .*'rag'"):
+        Tokenizer.from_pretrained(str(tmp_path), chat_template="other")
 
 
 def test_a_template_beside_one_for_tools_stays(tmp_path: Path) -> None:

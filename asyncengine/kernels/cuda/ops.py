@@ -78,7 +78,7 @@ class CudaOptions:
 
 
 class CudaOps:
-    """Tensors are float32 or bfloat16, all of one call in the same dtype."""
+    """Tensors are float32, float16 or bfloat16, all of one call in the same dtype."""
 
     transposed_keys = False
 

@@ -23,6 +23,7 @@ logger = logging.getLogger(__name__)
 
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
+CONSOLIDATED_FILE = "consolidated.safetensors"
 MAX_INDEX_BYTES = 64 << 20
 """Largest index; that of a model with 700 billion parameters has 9 MB."""
 MAX_HEADER_BYTES = 32 << 20
@@ -74,7 +75,8 @@ def find_shards(directory: Path) -> dict[str, Path]:
     """Map each tensor to the file that holds it. Raises MissingWeightError naming the first file that is not there.
 
     A single file counts before an index, as transformers has it: shards that are stale may lie beside it. An index
-    that names anything but files of the directory is refused (ModelError).
+    that names anything but files of the directory is refused (ModelError). Mistral's own file counts if there is
+    neither.
     """
     index = directory / INDEX_FILE
     single = directory / SINGLE_FILE
@@ -89,9 +91,13 @@ def find_shards(directory: Path) -> dict[str, Path]:
             if not os.path.lexists(path):
                 raise MissingWeightError(f"shard {file}, which {index} names, is not there")
         return {name: paths[file] for name, file in weight_map.items()}
+    consolidated = directory / CONSOLIDATED_FILE
+    if os.path.lexists(consolidated):
+        return dict.fromkeys(_open_shard(consolidated).keys(), consolidated)
     hint = ""
-    if any(directory.glob("*.bin")) or any(directory.glob("*.pt*")):
-        hint = "; only safetensors files are read: convert it with transformers' save_pretrained"
+    if pickles := sorted(path.name for path in directory.iterdir() if path.suffix in (".bin", ".pt", ".pth")):
+        name = pickles[0] if pickles[0].isprintable() and len(pickles[0]) < 100 else excerpt(pickles[0])
+        hint = f"; {name} is not read, as a pickle may run code: convert it with transformers' save_pretrained"
     raise MissingWeightError(f"{directory} has neither {SINGLE_FILE} nor {INDEX_FILE}{hint}")
 
 
@@ -140,11 +146,33 @@ def _aligned(tensor: Tensor) -> Tensor:
     return tensor if tensor.data_ptr() % tensor.itemsize == 0 else tensor.clone()
 
 
+_MISTRALS = {
+    "tok_embeddings": "embed_tokens", "output": "lm_head", "norm": "norm", "attention_norm": "input_layernorm",
+    "ffn_norm": "post_attention_layernorm", "attention.wq": "self_attn.q_proj", "attention.wk": "self_attn.k_proj",
+    "attention.wv": "self_attn.v_proj", "attention.wo": "self_attn.o_proj", "feed_forward.w1": "mlp.gate_proj",
+    "feed_forward.w3": "mlp.up_proj", "feed_forward.w2": "mlp.down_proj",
+}  # fmt: skip
+"""Names of modules in a consolidated file, and those of transformers."""
+
+
+def _names_of_transformers(shard_of: dict[str, Path]) -> dict[str, str]:
+    """Names of transformers, without the trunk's, for tensors of a consolidated file; empty for other files."""
+    if not any(path.name == CONSOLIDATED_FILE for path in shard_of.values()):
+        return {}
+    names = {}
+    for key in shard_of:
+        match = re.fullmatch(r"(layers\.\d+\.|)([\w.]+)\.(weight|bias)", key)
+        if match and match[2] in _MISTRALS:
+            names[f"{match[1]}{_MISTRALS[match[2]]}.{match[3]}"] = key
+    return names
+
+
 class Checkpoint:
     """A TensorSource over safetensors files.
 
     A tensor that has the wanted dtype already is used where the file is mapped, without a copy; others
-    are converted one by one. ``mapped_bytes`` and ``owned_bytes`` say how much of each there is.
+    are converted one by one. ``mapped_bytes`` and ``owned_bytes`` say how much of each there is. On torch's device
+    "meta" only the files' headers are read: shapes are checked, and tensors hold nothing.
     """
 
     def __init__(
@@ -163,16 +191,26 @@ class Checkpoint:
         self._shard_of = find_shards(directory)
         self._directory = directory
         self._open: dict[Path, Any] = {}
+        self._renamed = _names_of_transformers(self._shard_of)
         self._shared = self._shared_names()
         self._used: set[str] = set()
         self._progress = Progress(sum(checked_size(path) for path in set(self._shard_of.values())), enabled=progress)
+
+    @property
+    def rotates_neighbours(self) -> bool:
+        """Queries and keys lie in the order of Mistral's own files, in which neighbours are rotated together."""
+        return bool(self._renamed)
 
     def __contains__(self, name: str) -> bool:
         return self._key(name) is not None
 
     def equal(self, name: str, other: str) -> bool:
-        """Return whether two tensors that are there have the same elements in the model's dtype."""
-        one, two = (self._tensor(self._require(key)).to(self._dtype) for key in (name, other))
+        """Return whether two tensors that are there have the same elements in the model's dtype.
+
+        On the device "meta" the first rows speak for all.
+        """
+        read = self._first_rows if self._device.type == "meta" else self._tensor
+        one, two = (read(self._require(key)).to(self._dtype) for key in (name, other))
         return torch.equal(one, two)
 
     def get(self, name: str, *shape: int, part: Part = WHOLE) -> Tensor:
@@ -209,7 +247,7 @@ class Checkpoint:
         """
         if name not in self:
             return None
-        stored = self._read(name, (), (1,), (count,)).float()
+        stored = self._read(name, (), (1,), (count,), elements=True).float()
         if not (stored.isfinite() & (stored > 0)).all():
             raise WeightMismatchError(f"tensor {name} in {self._directory} is no scale: it is to be positive")
         return stored.reshape(-1).expand(count).clone()
@@ -255,6 +293,8 @@ class Checkpoint:
                 return key
             if key in self._shared:
                 return self._shared[key]
+            if key in self._renamed:
+                return self._renamed[key]
         return None
 
     def _require(self, name: str) -> str:
@@ -278,10 +318,29 @@ class Checkpoint:
             raise MissingWeightError(f"tensor {key} is not in {path}, where the index places it: {_brief(e)}") from e
         return tensor
 
-    def _read(self, name: str, *shapes: tuple[int, ...], kinds: tuple[torch.dtype, ...] = _FLOATS) -> Tensor:
+    def _first_rows(self, key: str, count: int = 64) -> Tensor:
+        """The first rows of a tensor; all of one that has no axis."""
+        part = self._file(self._shard_of[key]).get_slice(key)
+        rows: Tensor = part[:count] if part.get_shape() else self._tensor(key)
+        return rows
+
+    def _header(self, key: str) -> Tensor:
+        """A tensor's shape and dtype, on the device "meta"."""
+        try:
+            shape = self._file(self._shard_of[key]).get_slice(key).get_shape()
+            return torch.empty(shape, dtype=self._first_rows(key, 0).dtype, device="meta")
+        except ModelError:
+            raise
+        except Exception:  # the reader of all of it says what is wrong
+            return self._tensor(key)
+
+    def _read(
+        self, name: str, *shapes: tuple[int, ...], kinds: tuple[torch.dtype, ...] = _FLOATS, elements: bool = False
+    ) -> Tensor:
+        """A tensor of one of the shapes; on the device "meta" without its elements, unless these are asked for."""
         key = self._require(name)
         path = self._shard_of[key]
-        tensor = self._tensor(key)
+        tensor = self._header(key) if self._device.type == "meta" and not elements else self._tensor(key)
         if tuple(tensor.shape) not in shapes:
             expected = " or ".join(map(str, shapes))
             raise WeightMismatchError(
@@ -314,6 +373,8 @@ class DummyWeights:
         self._generator = torch.Generator().manual_seed(seed)
         self._pool = torch.empty(self._POOL).normal_(0, std, generator=self._generator).to(device, dtype)
 
+    rotates_neighbours = False
+
     def __contains__(self, name: str) -> bool:
         """Random weights have every tensor that a model asks for."""
         return True
@@ -334,7 +395,7 @@ class DummyWeights:
             tensor.zero_()
         elif len(shape) == 1:
             tensor.fill_(1)
-        else:
+        elif not tensor.is_meta:
             self._fill(tensor.view(-1))
         tensor = part.of(tensor).contiguous()
         self.num_parameters += math.prod(shape)
@@ -383,10 +444,10 @@ class DummyWeights:
 def choose_dtype(wanted: str, stored: str, device: torch.device = _CPU) -> torch.dtype:
     """The dtype to compute in: the wanted one, or with "auto" the checkpoint's.
 
-    float16 becomes float32 on the CPU and bfloat16 on a GPU.
+    A checkpoint's float16 becomes float32 on the CPU, whose kernels have no such products.
     """
     name = stored if wanted == "auto" else wanted
-    half = torch.float32 if device == _CPU else torch.bfloat16
+    half = torch.float32 if device == _CPU and wanted == "auto" else torch.float16
     dtypes = {"float32": torch.float32, "float16": half, "bfloat16": torch.bfloat16}
     if name not in dtypes:
         raise UnsupportedModelError(

@@ -26,6 +26,11 @@ class TensorSource(Protocol):
     def dtype(self) -> torch.dtype:
         """The model's dtype."""
 
+    @property
+    def rotates_neighbours(self) -> bool:
+        """Return whether queries and keys lie in an order in which neighbours are rotated together, whatever their
+        family's is."""
+
     def __contains__(self, name: str) -> bool:
         """Return whether there is a tensor of that name."""
 

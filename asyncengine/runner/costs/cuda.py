@@ -65,7 +65,7 @@ def cuda_costs(
         for _ in range(_UNCOUNTED):
             time_step(machine, [(sizes.chunks[0], 0)])
         table = measure(sizes, lambda rows: time_step(machine, rows), end, time.monotonic)
-        if anew or decodes_on_host(config, info):
+        if (anew and info.can_decode_on_host) or decodes_on_host(config, info):
             pool = machine.host_pool
             attention = time_host_attention(config, model, info.dtype, transposed_keys=False, pool=pool)
             table = msgspec.structs.replace(table, host_attention=attention, exchange_ns=time_exchange(machine, info))

@@ -55,6 +55,24 @@ def state_bytes(model: ModelConfig) -> int:
     return sum(spec.num_bytes for spec in model.layer_caches if isinstance(spec, StateSpec))
 
 
+def host_obstacle(model: ModelConfig, dtype: torch.dtype = torch.bfloat16) -> str:
+    """Return why no sequence of the model can decode on the host; empty if one can.
+
+    Queries and keys cross in halves of heads, all layers by one mailbox; and a classification model makes no tokens.
+    """
+    if model.labels:
+        return "classifies"
+    if state_bytes(model):
+        return "has layers that keep a state"
+    if not model.has_alike_layers:
+        return "has layers that do not all keep keys and values of one shape"
+    if model.attention_sinks:
+        return "has sinks in its attention"
+    if dtype == torch.float16:
+        return "computes in float16"
+    return "has heads of an odd size" if model.head_dim % 2 else ""
+
+
 def num_state_slots(config: EngineConfig, model: ModelConfig) -> int:
     """Count the states that there is room for: one for each sequence, and as many snapshots. 0: no layer keeps one."""
     return 2 * config.max_num_seqs if state_bytes(model) else 0
@@ -107,7 +125,12 @@ def host_budget(reserved_bytes: int) -> int:
 
     ``reserved_bytes`` are spoken for although the system calls them available (mapped weights).
     """
-    return min(DEFAULT_LIMIT_BYTES, int(DEFAULT_SHARE * max(0, available_memory() - reserved_bytes)))
+    return share_of_host(available_memory() - reserved_bytes)
+
+
+def share_of_host(available_bytes: int) -> int:
+    """Return the part of the host's free memory that a KV cache takes which nobody sized."""
+    return min(DEFAULT_LIMIT_BYTES, int(DEFAULT_SHARE * max(0, available_bytes)))
 
 
 def device_budget(

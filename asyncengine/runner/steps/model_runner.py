@@ -24,7 +24,7 @@ from asyncengine.kernels.ops import LayerCache, LayerKVCache, Ops
 from asyncengine.machine import total_memory
 from asyncengine.models.config import ModelConfig, RawConfig
 from asyncengine.models.files import read_optional_json
-from asyncengine.models.registry import CausalLM, find_family, settle_head
+from asyncengine.models.registry import CausalLM, find_family, settle_head, settle_rotation
 from asyncengine.models.weights.checkpoint import Checkpoint, DummyWeights, choose_dtype
 from asyncengine.models.weights.formats import choose_format
 from asyncengine.models.weights.hub import resolve_model
@@ -92,17 +92,8 @@ class LoadedModel:
 
     @property
     def host_obstacle(self) -> str:
-        """Why no sequence can decode on the host; empty if one can. Queries and keys cross in halves of heads, all
-        layers by one mailbox; and a classification model makes no tokens."""
-        if self.config.labels:
-            return "classifies"
-        if kv_cache.state_bytes(self.config):
-            return "has layers that keep a state"
-        if not self.config.has_alike_layers:
-            return "has layers that do not all keep keys and values of one shape"
-        if self.config.attention_sinks:
-            return "has sinks in its attention"
-        return "has heads of an odd size" if self.config.head_dim % 2 else ""
+        """``memory.host_obstacle`` of the model."""
+        return kv_cache.host_obstacle(self.config, self.dtype)
 
     def _fingerprint(self, config: EngineConfig) -> str:
         """Digest all that keys and values depend on. Files count by size and time, as reading weights again would take
@@ -142,6 +133,8 @@ def load_model(config: EngineConfig, ops: Ops[Any, Any, Any], *, progress: bool 
     max_model_len = choose_max_model_len(config, model_config)
     _check_memory_beside_cache(config, model_config, max_model_len)
     dtype = choose_dtype(config.dtype, raw.dtype, ops.device)
+    if config.quantization != "none" and config.dtype == "auto" and dtype == torch.float16:
+        dtype = torch.bfloat16  # as the kernels for quantised weights have it
     if config.quantization != "none":
         if not family.quantizable:
             raise ConfigError(f"quantization={config.quantization} is not implemented for {architecture}")
@@ -153,7 +146,7 @@ def load_model(config: EngineConfig, ops: Ops[Any, Any, Any], *, progress: bool 
         else Checkpoint(path, dtype, device=ops.device, progress=progress)
     )
     with contextlib.closing(tensors):
-        model_config = settle_head(model_config, tensors)
+        model_config = settle_rotation(settle_head(model_config, tensors), tensors)
         weights = WeightSource(tensors, choose_format(config.quantization))
         model = family.build(model_config, weights, ops, max_model_len)
         scales = kv_scales.stored(tensors, model_config) if config.float8_cache else None
@@ -226,6 +219,8 @@ class CpuModelRunner:
         """
         if config.quantization != "none":
             raise ConfigError(f"quantization={config.quantization} needs a GPU, and there is none or device is cpu")
+        if config.dtype == "float16":
+            raise ConfigError("dtype=float16 needs a GPU, and there is none: take bfloat16 or float32")
         if config.hybrid_form in ("link", "both"):
             raise ConfigError(f"hybrid_form={config.hybrid_form} needs a GPU, and there is none")
         ops = ops or cpu_ops(config)

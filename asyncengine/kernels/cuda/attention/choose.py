@@ -150,7 +150,7 @@ def few_keys_tile(shape: AttentionShape) -> Tile:
 
     Heads of 64, whose tiles have twice the keys, have half as many programs.
     """
-    elements = 2048 if shape.dtype == torch.bfloat16 else 1024
+    elements = 4096 // shape.dtype.itemsize
     keys = max(8, elements // (2 * _power_of_2(shape.head_dim // 2)))
     return Tile(1, keys, 2, 1, 8 if shape.head_dim > 64 else 4)
 

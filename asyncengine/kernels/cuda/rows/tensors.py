@@ -55,5 +55,5 @@ def check_caches(k_cache: Tensor, v_cache: Tensor, dtype: torch.dtype, dim: int)
 
 
 def check_dtype(x: Tensor, name: str) -> None:
-    if x.dtype not in (torch.float32, torch.bfloat16):
-        raise ValueError(f"{name} must be float32 or bfloat16, got {x.dtype}")
+    if x.dtype not in (torch.float32, torch.float16, torch.bfloat16):
+        raise ValueError(f"{name} must be float32, float16 or bfloat16, got {x.dtype}")

@@ -1,4 +1,4 @@
-"""Dense weights: a matrix in the model's dtype, bfloat16 or float32."""
+"""Dense weights: a matrix in the model's dtype: bfloat16, float16 or float32."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from asyncengine.kernels.weight import DENSE, PackedWeight, tensors_of
 class Dense:
     """Implements ``Format`` for matrices in the model's dtype."""
 
-    bits: Mapping[WeightKind, int] = {"bf16": 16, "fp32": 32}
+    bits: Mapping[WeightKind, int] = {"bf16": 16, "fp16": 16, "fp32": 32}
     needs = "any GPU"
     prepares_norms = True
     own_rows = False
@@ -50,7 +50,7 @@ class Dense:
         return as_tensor(weight)[:count]
 
     def kind(self, dtype: torch.dtype) -> WeightKind:
-        return "bf16" if dtype == torch.bfloat16 else "fp32"
+        return {torch.bfloat16: "bf16", torch.float16: "fp16"}.get(dtype, "fp32")
 
     def fits(self, plan: Plan, x: Matrix, norm: Norm | None, index: Tensor | None) -> bool:
         if not isinstance(x, Tensor):
@@ -97,7 +97,7 @@ class Dense:
         return site.weight == "bf16"
 
     def takes_library_alone(self, site: Site) -> bool:
-        return site.weight == "fp32"
+        return site.weight != "bf16"
 
     def takes_library(self, site: Site) -> bool:
         return True

@@ -1,0 +1,201 @@
+"""Report of how a model will run and what it takes, from config.json and the headers of its weight files alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import torch
+
+from asyncengine.config import EngineConfig
+from asyncengine.errors import ConfigError, ModelError
+from asyncengine.kernels.cpu.reference import ReferenceOps
+from asyncengine.machine import available_memory
+from asyncengine.models.config import ModelConfig, RawConfig
+from asyncengine.models.registry import FAMILIES, Family, find_family
+from asyncengine.models.weights.checkpoint import choose_dtype
+from asyncengine.models.weights.hub import resolve_model
+from asyncengine.runner.state import memory
+from asyncengine.runner.steps.model_runner import choose_max_model_len, load_model
+
+_FIXED_GPU_BYTES = 768 << 20
+"""About what CUDA, the kernels and the graphs of an engine take."""
+_WEIGHT_FILES = (".safetensors", ".bin", ".pt", ".pth")
+_PROBE: dict[str, Any] = {
+    "vocab_size": 512, "hidden_size": 512, "intermediate_size": 512, "num_hidden_layers": 12,
+    "num_attention_heads": 8, "num_key_value_heads": 4, "max_position_embeddings": 1024,
+}  # fmt: skip
+"""Sizes of a model whose other keys are a family's defaults."""
+
+
+@dataclass(frozen=True, slots=True)
+class FamilyReport:
+    """One family and the settings that its models can have."""
+
+    architecture: str
+    model_types: tuple[str, ...]
+    fp8_weights: bool
+    """quantization=fp8, on a GPU"""
+    float8_cache: bool
+    """kv_cache_dtype=fp8"""
+    prefix_cache: bool
+    host_tier: bool
+    """host_kv_memory_bytes"""
+    disk_tier: bool
+    """disk_kv_path"""
+    hybrid_attention: bool
+    vectors: bool
+    """A base without a head is known, and gives vectors."""
+    labels: bool
+    """There is a classification model."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelReport:
+    """Report of how a model will run with a configuration, and what it takes."""
+
+    model: str
+    way: Literal["native", "refused"]
+    reason: str
+    """Why it runs this way."""
+    architecture: str | None = None
+    device: str | None = None
+    dtype: str | None = None
+    quantization: str | None = None
+    num_parameters: int | None = None
+    weight_bytes: int | None = None
+    has_weights: bool | None = None
+    """The directory holds weights, whose names and shapes are those of the model. False: there is config.json alone."""
+    kv_bytes_per_token: int | None = None
+    state_bytes_per_sequence: int | None = None
+    context: int | None = None
+    """tokens"""
+    window: int | None = None
+    """Tokens that the layers see where each has a window; 0: a layer sees all."""
+    memory_bytes: int | None = None
+    """Memory of the device: what was said, or the card's, or what the machine has left."""
+    kv_memory_bytes: int | None = None
+    """Memory for keys and values; on a GPU about so much."""
+    kv_tokens: int | None = None
+    sequences: int | None = None
+    """Sequences of ``context`` tokens that fit at the same time, at most max_num_seqs."""
+
+
+def describe_families() -> list[FamilyReport]:
+    """Every causal family, in the order of the registry."""
+    return [
+        _describe(name, family) for name, family in FAMILIES.items() if name.endswith(("ForCausalLM", "LMHeadModel"))
+    ]
+
+
+def _describe(name: str, family: Family) -> FamilyReport:
+    model = family.read_config(RawConfig(_PROBE, name))
+    has_state = memory.state_bytes(model) > 0
+    relatives = [other for other in FAMILIES if FAMILIES[other].model_types == family.model_types and other != name]
+    return FamilyReport(
+        architecture=name,
+        model_types=family.model_types,
+        fp8_weights=family.quantizable,
+        float8_cache=model.has_alike_layers,
+        prefix_cache=True,
+        host_tier=True,
+        disk_tier=not has_state,
+        hybrid_attention=not memory.host_obstacle(model),
+        vectors=any(other.endswith("Model") for other in relatives),
+        labels=any(other.endswith("ForSequenceClassification") for other in relatives),
+    )
+
+
+class _NoOps(ReferenceOps):
+    """Operations of a model that is never run: its tensors hold nothing."""
+
+    device = torch.device("meta")
+
+
+def describe_model(config: EngineConfig, device: str, memory_bytes: int | None = None) -> ModelReport:
+    """Read what the model needs, with ``device`` "cpu" or "cuda". Nothing is loaded, and no weight is read.
+
+    ``memory_bytes``: memory of the device; None: that of the card or the machine. A model that cannot run gives a
+    report that says why. Raises ModelNotFoundError for a directory that is no model, ConfigError for a configuration
+    that does not fit the model, and for a GPU whose memory nobody says.
+    """
+    path = resolve_model(config.model, revision=config.revision, weights=False)
+    raw = RawConfig.load(path)
+    has_weights = any(path.suffix in _WEIGHT_FILES for path in path.iterdir())
+    try:
+        architecture, family = find_family(raw)
+        context = choose_max_model_len(config, family.read_config(raw))
+        dtype = choose_dtype(config.dtype, raw.dtype, torch.device(device))
+        form: Any = "dummy" if config.load_format == "dummy" or not has_weights else "auto"
+        if config.quantization != "none" and config.dtype == "auto" and dtype == torch.float16:
+            dtype = torch.bfloat16
+        name: Any = str(dtype).removeprefix("torch.")
+        # The tables of rotary positions are as long as the context: here there is no use for one.
+        probe = replace(config, model=str(path), load_format=form, dtype=name, max_model_len=1)
+        loaded = load_model(probe, _NoOps())
+    except ModelError as e:
+        return ModelReport(config.model, "refused", str(e))
+    model, weight_bytes = loaded.config, loaded.owned_bytes
+    of_block = loaded.kv_bytes_per_block(config)
+    total = _memory_of(device) if memory_bytes is None else memory_bytes
+    room = _kv_room(config, model, dtype, device, total, weight_bytes)
+    num_blocks = config.num_kv_blocks or (room // of_block if of_block else 0)
+    return ModelReport(
+        model=config.model,
+        way="native",
+        reason=f"{architecture} is a family of asyncengine",
+        architecture=architecture,
+        device=device,
+        dtype=name,
+        quantization=config.quantization,
+        num_parameters=loaded.num_parameters,
+        weight_bytes=weight_bytes,
+        has_weights=has_weights,
+        kv_bytes_per_token=of_block // config.block_size,
+        state_bytes_per_sequence=memory.state_bytes(model),
+        context=context,
+        window=model.longest_window,
+        memory_bytes=total,
+        kv_memory_bytes=num_blocks * of_block,
+        kv_tokens=num_blocks * config.block_size,
+        sequences=min(config.max_num_seqs, num_blocks // _blocks_per_sequence(config, model, context)),
+    )
+
+
+def _blocks_per_sequence(config: EngineConfig, model: ModelConfig, context: int) -> int:
+    """Blocks that a sequence of ``context`` tokens holds at most. Where all layers have a window, it lets go of those
+    that none sees any more; a chunk of a prompt is computed before."""
+    if model.longest_window and config.hybrid_attention == "off":
+        chunk = config.prefill_chunk_size or config.max_num_batched_tokens
+        context = min(context, model.longest_window + chunk + 2 * config.block_size)
+    return -(-context // config.block_size)
+
+
+def _memory_of(device: str) -> int:
+    if device == "cpu":
+        return available_memory()
+    if not torch.cuda.is_available():
+        raise ConfigError("this machine has no GPU: say with --memory how much memory the one has that is meant")
+    return int(torch.cuda.mem_get_info()[1])
+
+
+def _kv_room(
+    config: EngineConfig, model: ModelConfig, dtype: torch.dtype, device: str, total: int, weight_bytes: int
+) -> int:
+    """Bytes for keys and values, as an engine chooses them; on a GPU it measures at its start what this estimates."""
+    states = memory.num_state_slots(config, model) * memory.state_bytes(model)
+    if config.kv_cache_memory_bytes is not None:
+        return config.kv_cache_memory_bytes
+    if device == "cpu":
+        return memory.share_of_host(total - weight_bytes - states)
+    of_step = 2 * sum(_step_bytes(config, model, dtype))
+    return max(0, int(total * config.gpu_memory_utilization) - weight_bytes - states - of_step - _FIXED_GPU_BYTES)
+
+
+def _step_bytes(config: EngineConfig, model: ModelConfig, dtype: torch.dtype) -> Iterator[int]:
+    """About what the largest step takes: activations of its tokens, and its logits."""
+    heads = (model.num_heads + 2 * model.num_kv_heads) * model.head_dim
+    widest = max(3 * model.intermediate_size, 2 * heads)
+    yield config.max_num_batched_tokens * (3 * model.hidden_size + widest) * dtype.itemsize
+    yield config.max_num_seqs * model.vocab_size * 4
