@@ -175,6 +175,13 @@ class Checkpoint:
         one, two = (self._tensor(self._require(key)).to(self._dtype) for key in (name, other))
         return torch.equal(one, two)
 
+    @property
+    def dtype(self) -> torch.dtype:
+        return self._dtype
+
+    def stored(self) -> dict[str, Tensor]:
+        return {name: self._stored(name) for name in self._shard_of}
+
     def get(self, name: str, *shape: int, part: Part = WHOLE) -> Tensor:
         whole = self._read(name, shape)
         stored = _aligned(part.of(whole))
@@ -282,11 +289,23 @@ class Checkpoint:
             )
         if tensor.dtype not in _FLOATS:
             raise WeightMismatchError(f"tensor {key} in {path}: expected floats, found {tensor.dtype}")
+        self._use(key, tensor)
+        return tensor
+
+    def _stored(self, key: str) -> Tensor:
+        tensor = _aligned(self._tensor(key))
+        self._use(key, tensor)
+        if tensor.dtype == self._dtype and self._device == _CPU:
+            self.mapped_bytes += tensor.nbytes
+        else:
+            self.owned_bytes += tensor.numel() * self._dtype.itemsize
+        return tensor
+
+    def _use(self, key: str, tensor: Tensor) -> None:
         if key not in self._used:  # several projections may share it
             self._used.add(key)
             self.num_parameters += tensor.numel()
             self._progress.add(tensor.nbytes)
-        return tensor
 
 
 class DummyWeights:
@@ -305,6 +324,14 @@ class DummyWeights:
         self._room = total_memory() if device == _CPU else None
         self._generator = torch.Generator().manual_seed(seed)
         self._pool = torch.empty(self._POOL).normal_(0, std, generator=self._generator).to(device, dtype)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self._pool.dtype
+
+    def stored(self) -> None:
+        """Random weights are drawn by shape."""
+        return
 
     def __contains__(self, name: str) -> bool:
         """Random weights have every tensor that a model asks for."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from asyncengine.kernels.float8 import Quantization, pack_float8
@@ -23,6 +24,13 @@ class TensorSource(Protocol):
 
     def __contains__(self, name: str) -> bool:
         """Return whether there is a tensor of that name."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the tensors that ``get`` returns."""
+
+    def stored(self) -> dict[str, Tensor] | None:
+        """All tensors in host memory, as a checkpoint stores them; None for random ones."""
 
     def equal(self, name: str, other: str) -> bool:
         """Return whether two tensors that are there have the same elements."""

@@ -24,7 +24,7 @@ from asyncengine.kernels.ops import LayerCache, LayerKVCache, Ops
 from asyncengine.machine import total_memory
 from asyncengine.models.config import ModelConfig, RawConfig
 from asyncengine.models.files import read_optional_json
-from asyncengine.models.registry import CausalLM, find_family, settle_head
+from asyncengine.models.registry import CausalLM, Family, choose_family, settle_head
 from asyncengine.models.weights.checkpoint import Checkpoint, DummyWeights, choose_dtype
 from asyncengine.models.weights.formats import choose_format
 from asyncengine.models.weights.hub import resolve_model
@@ -96,6 +96,8 @@ class LoadedModel:
         layers by one mailbox; and a classification model makes no tokens."""
         if self.config.labels:
             return "classifies"
+        if self.config.foreign:
+            return "runs modules of transformers"
         if kv_cache.state_bytes(self.config):
             return "has layers that keep a state"
         if not self.config.has_alike_layers:
@@ -121,7 +123,13 @@ class LoadedModel:
 def read_model_config(config: EngineConfig) -> ModelConfig:
     """Read the model's configuration, without the weights. Raises ModelError or a subclass."""
     raw = RawConfig.load(resolve_model(config.model, revision=config.revision, weights=False))
-    return find_family(raw)[1].read_config(raw)
+    return _family(config, raw)[1].read_config(raw)
+
+
+def _family(config: EngineConfig, raw: RawConfig) -> tuple[str, Family]:
+    return choose_family(
+        raw, config.model_impl, max_model_len=config.max_model_len, trust_remote_code=config.trust_remote_code
+    )
 
 
 def load_model(config: EngineConfig, ops: Ops[Any, Any, Any], *, progress: bool = False) -> LoadedModel:
@@ -133,7 +141,7 @@ def load_model(config: EngineConfig, ops: Ops[Any, Any, Any], *, progress: bool 
     dummy = config.load_format == "dummy"
     path = resolve_model(config.model, revision=config.revision, weights=not dummy)
     raw = RawConfig.load(path)
-    architecture, family = find_family(raw)
+    architecture, family = _family(config, raw)
     model_config = family.read_config(raw)
     eos_token_ids = read_eos_token_ids(path, raw, model_config.vocab_size)
     _check_layers(config, architecture, model_config, ops)
