@@ -229,8 +229,8 @@ def choose_family(
     raw: RawConfig, impl: ModelImpl = "auto", *, max_model_len: int | None = None, trust_remote_code: bool = False
 ) -> tuple[str, Family]:
     """``find_family`` or, if there is none or if ``impl`` says so, the modules of transformers as a family."""
-    named = (name for name in raw.get("architectures", list, []) if isinstance(name, str))
-    if impl == "native" or (impl == "auto" and any(name in FAMILIES for name in named)):
+    named = [name for name in raw.get("architectures", list, []) if isinstance(name, str)]
+    if impl == "native" or (impl == "auto" and (not named or any(name in FAMILIES for name in named))):
         return find_family(raw)
     for key in ("quantization_config", "transformers_weights"):
         raw.require(key, None)

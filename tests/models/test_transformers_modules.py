@@ -15,7 +15,10 @@ import pytest
 from asyncengine import AsyncEngine, ConfigError, ModelError, SamplingParams, UnsupportedModelError, testing
 from asyncengine.config import EngineConfig
 from asyncengine.errors import MissingWeightError, WeightMismatchError
-from asyncengine.runner.steps.model_runner import CpuModelRunner
+from asyncengine.kernels.cpu.reference import ReferenceOps
+from asyncengine.runner.cuda_runner import without_graphs
+from asyncengine.runner.steps.model_runner import CpuModelRunner, load_model
+from tests.kernels.simulated_cuda import make_engine
 from tests.models import sweep, tiny
 from tests.models.own_code import save_with_code
 
@@ -98,6 +101,33 @@ def test_code_of_a_model_runs_only_if_it_is_trusted(tmp_path):
 def load(path: Path, **config: Any) -> CpuModelRunner:
     settings = {"num_kv_blocks": 16, "cpu_threads": 1, "device": "cpu", "max_model_len": 128}
     return CpuModelRunner.load(EngineConfig.from_kwargs(str(path), settings | config))
+
+
+@pytest.mark.parametrize(("kind", "place"), [("longcat_flash", "modeling_longcat_flash.py"), ("qwen2_moe", "")])
+def test_a_model_that_waits_for_the_device_is_not_captured(kind, place, tmp_path, caplog):
+    sweep.tiny_model(kind).save_pretrained(tmp_path)
+    config = EngineConfig(model=str(tmp_path), dtype="float32")
+    loaded = load_model(config, ReferenceOps())
+    assert loaded.waits_at.startswith(place)
+    assert without_graphs(config, loaded).enforce_eager == bool(place)
+    assert ("its steps are not captured" in caplog.text) == bool(place)
+    assert place in caplog.text
+
+
+def test_steps_of_the_device_compute_the_same(tmp_path):
+    model = sweep.tiny_model("gpt_neox")
+    model.save_pretrained(tmp_path)
+
+    config = {"num_kv_blocks": 16, "max_num_seqs": 4, "max_num_batched_tokens": 16, "max_model_len": 96}
+    prompts = [[3], [5, 9, 4, 7, 20, 11, 3]]
+
+    async def main() -> list[Any]:
+        params = SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True)
+        async with make_engine(str(tmp_path), dtype="float32", tokenizer="none", **config) as engine:
+            outputs = await asyncio.gather(*(engine.generate(prompt, params) for prompt in prompts))
+            return [list(output.outputs[0].token_ids) for output in outputs]
+
+    assert asyncio.run(main()) == [tiny.generate(model, prompt, 6) for prompt in prompts]
 
 
 @pytest.mark.parametrize(

@@ -15,11 +15,12 @@ from asyncengine.models.transformers.discover import Head, head_place
 from asyncengine.models.transformers.experts import add_mixtures
 from asyncengine.models.transformers.interface import PROBE, hooked
 from asyncengine.models.transformers.load import load
-from asyncengine.models.transformers.projections import is_linear, replace
+from asyncengine.models.transformers.norms import replace_norms
+from asyncengine.models.transformers.projections import replace
 from asyncengine.models.transformers.rope import fix_rope
 from asyncengine.models.transformers.source import Source, naming
 from asyncengine.models.transformers.step import Step
-from asyncengine.models.transformers.verify import verify
+from asyncengine.models.transformers.verify import find_wait, verify
 from asyncengine.models.weights.source import WeightSource
 
 
@@ -43,11 +44,11 @@ class TransformersModel:
         add_mixtures(self._model, self._step, dtype)
         with naming(source.architecture):
             verify(self._model, source.notes.sites, self._step.mix, config.vocab_size)
+        self.waits_at = find_wait(self._model, source.notes.sites, self._step.mix_without_waiting)
+        """place in the model's code at which a step waits for the device; empty if it can be captured"""
         self._head = self._take_head()
-        names = [
-            name for name, module in self._model.named_modules() if is_linear(module) and module.weight.dtype == dtype
-        ]
-        replace(self._model, self._step, [[name] for name in names])
+        replace(self._model, self._step, source.notes.groups, dtype)
+        replace_norms(self._model, self._step, dtype)
 
     def _take_head(self) -> Handle:
         """Put a module that keeps its input in the head's place."""

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from asyncengine.errors import UnsupportedModelError
 from asyncengine.kernels.ops import KVSpec
 from asyncengine.models.transformers.interface import MaskFunction, hooked
+from asyncengine.models.transformers.linears import is_linear, weight_of
 
 TOKENS = 5
 """Tokens of the run; no size of a model is likely to be the same."""
@@ -203,6 +204,8 @@ class Notes:
     """Numbers of a token that the head reads."""
     logit_scale: float
     logit_softcap: float
+    groups: tuple[tuple[str, ...], ...] = ()
+    """Names of linear layers, those of a module that read one tensor together."""
 
 
 _LOW, _HIGH = 1e-3, 1e30
@@ -230,17 +233,68 @@ def discover(model: Any, longest: int) -> Notes:
 
     Raises UnsupportedModelError for a layer that makes no call, or one that the cache cannot serve.
     """
-    recorder = Recorder(model, longest)
-    head = Head(torch.tensor(_ANSWERS))
+    recorder, head = Recorder(model, longest), Head(torch.tensor(_ANSWERS))
+    out = _run(model, recorder, head)
+    check_layers(model, recorder.sites)
+    assert head.x is not None
+    return Notes(tuple(recorder.sites), head.x.shape[-1], *_read_logits(out.logits, type(model).__name__))
+
+
+def find_groups(model: Any, longest: int) -> tuple[tuple[str, ...], ...]:
+    """``Notes.groups`` of a model without memory. It is run once more with the layers of a group as views of one
+    product: if it does not take these, each layer is by itself.
+    """
+    linears = {name: module for name, module in model.named_modules() if is_linear(module)}
+    calls: dict[tuple[str, int], dict[str, None]] = {}
+    inputs: list[Tensor] = []  # kept, so that no other has its id
+
+    def note(name: str, x: Tensor) -> None:
+        inputs.append(x)
+        calls.setdefault((name.rpartition(".")[0], id(x)), {})[name] = None
+
+    handles = [
+        module.register_forward_pre_hook(lambda _, given, name=name: note(name, given[0]))
+        for name, module in linears.items()
+    ]
+    _run(model, Recorder(model, longest), Head(torch.tensor(_ANSWERS)))
+    for handle in handles:
+        handle.remove()
+    alone, seen = tuple((name,) for name in linears), set[str]()
+    groups = []
+    for names in map(tuple, calls.values()):
+        if not seen.intersection(names):
+            seen.update(names)
+            groups.append(names)
+    for names in groups:
+        width = sum(len(weight_of(linears[name])) for name in names)
+        for name in names if len(names) > 1 else ():
+            model.set_submodule(name, _View(linears[name], width))
+    try:
+        _run(model, Recorder(model, longest), Head(torch.tensor(_ANSWERS)))
+    except (RuntimeError, AttributeError):
+        return alone
+    return (*groups, *((name,) for name in linears if name not in seen))
+
+
+class _View(nn.Module):
+    """A linear layer whose result is a view of a wider one."""
+
+    def __init__(self, linear: nn.Module, width: int) -> None:
+        super().__init__()
+        self.out_features, self.in_features = weight_of(linear).shape
+        self._width = width
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.new_zeros(*x.shape[:-1], self._width)[..., : self.out_features]
+
+
+def _run(model: Any, recorder: Recorder, head: Head) -> Any:
     device = next(model.parameters()).device
     ids = torch.zeros(1, TOKENS, dtype=torch.int64, device=device)
     positions = torch.arange(TOKENS, device=device)[None]
     every = torch.ones_like(ids)  # without it positions are read, to see whether there are several texts
     with torch.no_grad(), hooked(recorder), stubbed(model, head):
-        out = model(input_ids=ids, position_ids=positions, attention_mask=every, use_cache=False)
-    check_layers(model, recorder.sites)
-    assert head.x is not None
-    return Notes(tuple(recorder.sites), head.x.shape[-1], *_read_logits(out.logits, type(model).__name__))
+        return model(input_ids=ids, position_ids=positions, attention_mask=every, use_cache=False)
 
 
 def _read_logits(logits: Tensor, name: str) -> tuple[float, float]:

@@ -59,6 +59,8 @@ def _parts(module: Any) -> list[list[PackedWeight]]:
 class _Native:
     """Experts with an activation that kernels have."""
 
+    is_foreign = False
+
     def __init__(self, module: Any, step: Step, activation: Activation) -> None:
         self._step = step
         down = [dense(weight) for weight in _matrices(module, "down_proj")]
@@ -70,6 +72,8 @@ class _Native:
 
 class _ByRows:
     """Experts with biases, or with an activation of the module's own, where the host can read the routing."""
+
+    is_foreign = False
 
     def __init__(self, module: Any, step: Step) -> None:
         self._step, self._inner = step, _inner(module)
@@ -95,6 +99,8 @@ class _ByRows:
 class _Grouped:
     """The same on a GPU, by transformers' own grouped products, which do not wait for the routing."""
 
+    is_foreign = False
+
     def __init__(self, module: nn.Module) -> None:
         self._module = module
 
@@ -105,6 +111,8 @@ class _Grouped:
 
 class _Foreign:
     """Experts as the module itself computes them."""
+
+    is_foreign = True
 
     def __init__(self, module: Any) -> None:
         self._module, self._forward = module, type(module).forward.__wrapped__

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import accumulate
-from typing import Any
 
+import torch
 from torch import Tensor, nn
-from transformers.pytorch_utils import Conv1D
 
 from asyncengine.kernels.ops import Handle
 from asyncengine.kernels.weight import dense
+from asyncengine.models.transformers.linears import bias_of, is_linear, weight_of
 from asyncengine.models.transformers.step import Step
 
 
@@ -56,28 +56,14 @@ class Projection(nn.Module):
         return self._group.part(x, self._index)
 
 
-def weight_of(linear: nn.Module) -> Tensor:
-    """The weight [N, K] of a linear layer; GPT-2's lie as [K, N]."""
-    parameter: Any = linear.weight
-    weight: Tensor = parameter.detach()
-    return weight.T if isinstance(linear, Conv1D) else weight
+def replace(model: nn.Module, step: Step, groups: Sequence[Sequence[str]], dtype: torch.dtype) -> None:
+    """Put projections in the place of linear layers, by the names of those that share their input.
 
-
-def bias_of(linear: nn.Module) -> Tensor | None:
-    """The bias [N] of a linear layer, if it has one."""
-    bias: Any = linear.bias
-    return None if bias is None else bias.detach()
-
-
-def is_linear(module: nn.Module) -> bool:
-    """Return whether a module is a linear layer, and nothing derived from one."""
-    return type(module) in (nn.Linear, Conv1D)
-
-
-def replace(model: nn.Module, step: Step, groups: Sequence[Sequence[str]]) -> None:
-    """Put projections in the place of linear layers, by the names of those that share their input."""
+    Layers in another dtype stay as they are.
+    """
     for names in groups:
         linears = [model.get_submodule(name) for name in names]
-        group = Group(step, linears)
-        for index, (name, linear) in enumerate(zip(names, linears, strict=True)):
-            model.set_submodule(name, Projection(group, index, weight_of(linear)))
+        if all(is_linear(linear) and weight_of(linear).dtype == dtype for linear in linears):
+            group = Group(step, linears)
+            for index, (name, linear) in enumerate(zip(names, linears, strict=True)):
+                model.set_submodule(name, Projection(group, index, weight_of(linear)))

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from asyncengine.errors import AsyncEngineError, ModelError, UnsupportedModelError
 from asyncengine.models.config import MAX_POSITIONS, ModelConfig, RawConfig
 from asyncengine.models.files import excerpt
-from asyncengine.models.transformers.discover import Notes, discover, spread
+from asyncengine.models.transformers.discover import Notes, discover, find_groups, spread
 from asyncengine.models.transformers.interface import PROBE, STEP
 
 _SIZES = (
@@ -115,10 +116,11 @@ def _run(kind: type[PreTrainedModel], config: PreTrainedConfig, longest: int) ->
     with torch.device("meta"):
         model = build(kind, config, PROBE, torch.float32)
     try:
-        return discover(model, longest)
+        notes = discover(model, longest)
     except (RuntimeError, NotImplementedError):  # it reads a tensor
         spread(model)
-        return discover(model, longest)
+        notes = discover(model, longest)
+    return dataclasses.replace(notes, groups=find_groups(model, longest))
 
 
 def _find_class(

@@ -55,6 +55,11 @@ class Step:
         out: Tensor = self.experts[id(module)](x, ids, weights)
         return out
 
+    def mix_without_waiting(self, module: nn.Module, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        """``mix`` where the module computes its experts itself; zeros where the kernel package does, which waits for
+        nothing on a GPU."""
+        return self.mix(module, x, ids, weights) if self.experts[id(module)].is_foreign else torch.zeros_like(x)
+
     def mask(self, sees: MaskFunction, queries: int, keys: int, device: torch.device) -> Tensor | None:
         """A mask that hides nothing, for layers that choose among all tokens of a short text: their choice is not
         asked for."""

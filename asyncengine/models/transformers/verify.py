@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from asyncengine.errors import UnsupportedModelError
 from asyncengine.models.transformers.discover import Head, Site, stubbed
 from asyncengine.models.transformers.interface import MaskFunction, hooked
+from asyncengine.models.transformers.waits import first_wait
 
 _FIRST, _SECOND = 3, 4
 _TRIES = 3
@@ -27,6 +28,7 @@ class _Plain:
 
     def __init__(self, sites: Sequence[Site], lengths: Sequence[int], mix: Callable[..., Tensor]) -> None:
         self._sites, self.lengths, self._next = sites, tuple(lengths), 0
+        self.masks = any(site.chosen for site in sites)
         self.mix = mix
 
     def attend(self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, **how: Any) -> Tensor:
@@ -37,7 +39,7 @@ class _Plain:
             F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=site.scale, enable_gqa=True)
             for q, k, v in zip(*parts, strict=True)
         ]
-        return torch.cat(texts, 2).transpose(1, 2)
+        return torch.cat(texts, 2).transpose(1, 2).contiguous()
 
     def mask(self, sees: MaskFunction, queries: int, keys: int, device: torch.device) -> Tensor | None:
         return torch.ones(1, 1, queries, keys, dtype=torch.bool, device=device)
@@ -63,6 +65,12 @@ def verify(model: Any, sites: Sequence[Site], mix: Callable[..., Tensor], vocab_
     raise UnsupportedModelError(f"layer {index} ({kind}) keeps a state of its own, or takes no positions from outside")
 
 
+def find_wait(model: Any, sites: Sequence[Site], mix: Callable[..., Tensor]) -> str:
+    """The place in the model's code at which a step waits for the device; empty if there is none."""
+    ids = torch.arange(_SECOND)
+    return first_wait(lambda: _run(model, ids, _Plain(sites, (_SECOND,), mix)))
+
+
 def _layers(model: nn.Module, sites: Sequence[Site]) -> list[nn.Module]:
     """The layers that attend, in the order of their first call."""
     lists = [name for name, module in model.named_modules() if isinstance(module, nn.ModuleList)]
@@ -84,23 +92,27 @@ def _outputs(model: Any, layers: Sequence[nn.Module], ids: Tensor, hooks: _Plain
     def keep(module: nn.Module, given: Any, output: Any) -> None:
         outputs.append(output[0] if isinstance(output, tuple) else output)
 
-    weight = model.get_output_embeddings().weight
-    head, device = Head(weight.new_zeros(1)), weight.device
-    positions = torch.cat([torch.arange(n) for n in hooks.lengths])
     handles = [layer.register_forward_hook(keep) for layer in layers]
     try:
-        with torch.inference_mode(), hooked(hooks), stubbed(model, head):
-            ids = ids[None].to(device)
-            model(
-                input_ids=ids, position_ids=positions[None].to(device), attention_mask=torch.ones_like(ids),
-                use_cache=False,
-            )  # fmt: skip
+        outputs.append(_run(model, ids, hooks))
     finally:
         for handle in handles:
             handle.remove()
+    return [output.reshape(-1, len(ids), output.shape[-1]).transpose(0, 1).flatten(1) for output in outputs]
+
+
+def _run(model: Any, ids: Tensor, hooks: _Plain) -> Tensor:
+    """The input of the head, [1, T, H]."""
+    weight = model.get_output_embeddings().weight
+    head = Head(weight.new_zeros(1))
+    positions = torch.cat([torch.arange(n) for n in hooks.lengths])
+    ids, positions = (x[None].to(weight.device) for x in (ids, positions))
+    # A model that makes masks would read the positions, to see whether there are several texts.
+    more = {"attention_mask": torch.ones_like(ids)} if hooks.masks else {}
+    with torch.inference_mode(), hooked(hooks), stubbed(model, head):
+        model(input_ids=ids, position_ids=positions, use_cache=False, **more)
     assert head.x is not None
-    tokens = ids.shape[1]
-    return [output.reshape(-1, tokens, output.shape[-1]).transpose(0, 1).flatten(1) for output in (*outputs, head.x)]
+    return head.x
 
 
 def _differ(x: Tensor, y: Tensor) -> bool:

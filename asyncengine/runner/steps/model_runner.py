@@ -60,6 +60,8 @@ class LoadedModel:
     """float32 [layers, 2, 2, Hk] on the device of its ops, as ``LayerKVCache.scales``: of a KV cache in float8"""
     device_index: int | None = None
     """number of a GPU"""
+    waits_at: str = ""
+    """place in the code of modules at which a step waits for the device; empty: steps can be captured"""
 
     def info(self, config: EngineConfig, num_blocks: int, num_host_blocks: int = 0) -> ModelInfo:
         return ModelInfo(
@@ -178,6 +180,7 @@ def load_model(config: EngineConfig, ops: Ops[Any, Any, Any], *, progress: bool 
         eos_token_ids,
         None if scales is None else with_inverses(scales).to(ops.device),
         ops.device.index,
+        getattr(model, "waits_at", ""),
     )
 
 
