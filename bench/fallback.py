@@ -12,12 +12,12 @@ import json
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from asyncengine import AsyncEngine, SamplingParams
 
 PROMPT_TOKENS, TOKENS = 16, 48
-WAYS = ("native", "transformers")
+WAYS: tuple[Literal["native"], Literal["transformers"]] = ("native", "transformers")
 
 
 def write_config(directory: str, hidden: int, layers: int) -> None:
