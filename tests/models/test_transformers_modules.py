@@ -30,6 +30,7 @@ FEATURES = {
     "gemma3n_text": "layers that take the keys of others",
     "hunyuan_v1_dense": "norms of heads behind the rotation",
     "longcat_flash": "a pass that reads its tensors, several calls a layer",
+    "flint": "sinks, and windows in some layers",
     "opt": "positions that are learned",
 }
 

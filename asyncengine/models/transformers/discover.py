@@ -58,8 +58,8 @@ class Site:
     scale: float
     window: int
     softcap: float
-    sinks: bool
-    """The call brings a score for each head that belongs to no key."""
+    sinks: str
+    """Name of the parameter with the score of each head that belongs to no key; empty without one."""
     chosen: bool
     """The layer would choose among more tokens than the model serves here; of these a token sees all."""
 
@@ -83,6 +83,7 @@ class Recorder:
         self.sites: list[Site] = []
         self._longest = longest
         self._most_chosen: int = getattr(model.config.get_text_config(decoder=True), "index_topk", None) or 0
+        self._parameters = {id(parameter): name for name, parameter in model.named_parameters()}
         self._names = {id(module): name for name, module in model.named_modules()}
         self._masks: list[_Mask] = []
 
@@ -93,7 +94,7 @@ class Recorder:
             key for key, value in how.items() if value is not None and key not in _HARMLESS | _IGNORED
         ):
             raise UnsupportedModelError(f"{where} attends with {', '.join(unknown)}, which is not supported")
-        chosen = how.get("indices") is not None
+        sinks, chosen = self._parameter(how.get("s_aux"), where), how.get("indices") is not None
         if chosen and self._most_chosen < self._longest:
             raise UnsupportedModelError(
                 f"{where} chooses {self._most_chosen} of the tokens to attend to: only texts of as many tokens are "
@@ -109,10 +110,19 @@ class Recorder:
                 name, q.shape[1], k.shape[1], k.shape[3], v.shape[3],
                 float(q.shape[3] ** -0.5 if scale is None else scale),
                 self._window(mask, where, bool(how.get("is_causal", getattr(module, "is_causal", True)))),
-                float(how.get("softcap") or 0.0), how.get("s_aux") is not None, chosen,
+                float(how.get("softcap") or 0.0), sinks, chosen,
             )
         )  # fmt: skip
         return q.new_zeros(1, q.shape[2], q.shape[1], v.shape[3])
+
+    def _parameter(self, tensor: Tensor | None, where: str) -> str:
+        """The name of a parameter; empty for None."""
+        if tensor is None:
+            return ""
+        name: str | None = self._parameters.get(id(tensor))
+        if name is None:
+            raise UnsupportedModelError(f"{where} has sinks that it computes, which is not supported")
+        return name
 
     def mix(self, module: nn.Module, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         return torch.zeros_like(x)

@@ -68,6 +68,7 @@ class Source:
             layer_caches=tuple(site.spec for site in sites),
             layer_ropes=(None,) * len(sites),
             score_softcap=sites[0].softcap,
+            attention_sinks=any(site.sinks for site in sites),
             logit_scale=self.notes.logit_scale,
             logit_softcap=self.notes.logit_softcap,
             has_head=self.has_head,
@@ -172,8 +173,8 @@ def build(kind: type[PreTrainedModel], config: PreTrainedConfig, implementation:
 def _check(raw: RawConfig, architecture: str, notes: Notes) -> None:
     """Raises UnsupportedModelError for what the operations have not, or have for all layers alike."""
     sites = notes.sites
-    if any(site.sinks for site in sites):
-        raise raw.unsupported(f"{architecture}, whose attention has sinks,")
+    if raw.get("model_type", str, "") == "xmod":
+        raise raw.unsupported(f"{architecture}, whose adapters are chosen by the language of a text,")
     if len({site.num_heads for site in sites}) > 1:
         raise raw.unsupported(f"{architecture} with numbers of heads that differ by layer")
     if len({site.softcap for site in sites}) > 1:
@@ -205,11 +206,13 @@ def max_positions(text: PreTrainedConfig) -> int:
 
 @contextmanager
 def naming(architecture: str) -> Iterator[None]:
-    """Let a refusal name the architecture."""
+    """Let a refusal name the architecture, and an error of its modules be one."""
     try:
         yield
     except UnsupportedModelError as e:
         raise UnsupportedModelError(f"{architecture} is not supported: {e}") from e
+    except Exception as e:
+        raise UnsupportedModelError(f"{architecture} does not run over the rows of a step: {brief(e)}") from e
 
 
 @contextmanager

@@ -23,9 +23,7 @@ class Step:
         """mixtures by the id of their module"""
         self._sites = tuple(sites)
         self._modules = tuple(model.get_submodule(site.module) for site in sites)
-        self._layers = tuple(
-            AttentionLayer(site.num_heads, None, None, site.scale, site.window, site.softcap) for site in sites
-        )
+        self._layers = tuple(_layer(model, site) for site in sites)
         modules = [site.module for site in sites]
         # A module that attends several times a layer may still hold one result when it asks for the next.
         self._copies = tuple(modules.count(module) > 1 for module in modules)
@@ -64,6 +62,11 @@ class Step:
         """A mask that hides nothing, for layers that choose among all tokens of a short text: their choice is not
         asked for."""
         return torch.ones(1, 1, queries, keys, dtype=torch.bool, device=device)
+
+
+def _layer(model: nn.Module, site: Site) -> AttentionLayer:
+    sinks = model.get_parameter(site.sinks).detach().float().flatten().contiguous() if site.sinks else None
+    return AttentionLayer(site.num_heads, None, None, site.scale, site.window, site.softcap, sinks=sinks)
 
 
 def _rows(x: Tensor, dim: int) -> Tensor:
