@@ -78,6 +78,13 @@ class EngineConfig:
     dtype: Literal["auto", "float32", "float16", "bfloat16"] = "auto"
     """Type of weights and activations. auto takes the checkpoint's own, float16 becoming float32 on the CPU, and
     bfloat16 where layers are quantised. float16 is for GPUs, whose kernels for few rows are faster in bfloat16."""
+    model_impl: Literal["auto", "native", "transformers"] = "auto"
+    """Code that computes the model. native is asyncengine's own, for the families that it has. transformers runs the
+    modules of the transformers library over this engine's attention, cache and projections: more families, slower.
+    auto is native where there is such code."""
+    trust_remote_code: bool = False
+    """Run Python code that comes with the model, with all that this process may do. It is for architectures that
+    neither asyncengine nor transformers has."""
     quantization: Literal["none", "fp8"] = "none"
     """Layers in float8, on a GPU. fp8 gives weights a scale for each output channel, quantises them when they are
     loaded, and activations row by row. For families with RMS norms before the blocks and SiLU, as Llama, Mistral, Qwen

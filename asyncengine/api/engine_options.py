@@ -16,6 +16,8 @@ class EngineOptions(TypedDict, total=False):
     sandbox_timeout_s: float
     load_format: Literal["auto", "safetensors", "dummy"]
     dtype: Literal["auto", "float32", "float16", "bfloat16"]
+    model_impl: Literal["auto", "native", "transformers"]
+    trust_remote_code: bool
     quantization: Literal["none", "fp8"]
     device: str
     seed: int

@@ -237,8 +237,8 @@ class Ops(Protocol[BatchT, ResidualT, HandleT]):
     [tokens, features] in the model's dtype. The result of an operation is good until it is called again.
 
     Most blocks need ``norm_linear``, ``attention`` and ``linear_add_``, which kernels fuse with their surroundings.
-    ``normed``, ``linear``, ``add_``, ``plain``, ``input_ids`` and ``positions`` are for blocks that compute with
-    tensors of their own.
+    ``residual``, ``normed``, ``linear``, ``add_``, ``plain``, ``input_ids`` and ``positions`` are for blocks that
+    compute with tensors of their own.
     """
 
     device: device
@@ -287,6 +287,9 @@ class Ops(Protocol[BatchT, ResidualT, HandleT]):
 
         Rows of the embedding are multiplied by ``scale``, and rounded. Ids and positions are not checked.
         """
+
+    def residual(self, x: Tensor, batch: BatchT) -> ResidualT:
+        """A residual of the rows x [T, H], which are contiguous. What is added to it may be written to x."""
 
     def norm_linear(
         self,
@@ -370,8 +373,8 @@ class Ops(Protocol[BatchT, ResidualT, HandleT]):
         The package may drop the others from the residual, and returns the rows of x that are still in it.
         """
 
-    def hidden(self, residual: ResidualT, norm: Norm, batch: BatchT) -> Tensor:
-        """[num_samples, H]: the normed residual of the tokens that are sampled from, the input of ``logits``.
+    def hidden(self, residual: ResidualT, norm: Norm | None, batch: BatchT) -> Tensor:
+        """[num_samples, H]: the normed residual of the tokens that are sampled from, which ``logits`` multiplies.
 
         For a step with Need.mean it is [T, H]: that of all tokens.
         """
@@ -379,7 +382,7 @@ class Ops(Protocol[BatchT, ResidualT, HandleT]):
     def logits(
         self,
         residual: ResidualT,
-        norm: Norm,
+        norm: Norm | None,
         handle: HandleT,
         batch: BatchT,
         softcap: float = 0.0,

@@ -277,6 +277,8 @@ class ModelConfig:
     """Name of the embedding's module."""
     has_head: bool = True
     """Logits mean something. Without a head the model gives vectors alone."""
+    foreign: bool = False
+    """Modules of transformers compute the steps."""
 
     @property
     def ropes(self) -> set[RopeConfig | None]:

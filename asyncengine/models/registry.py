@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 from torch import Tensor
 
@@ -196,7 +196,7 @@ def settle_head(config: ModelConfig, weights: TensorSource) -> ModelConfig:
     the embedding stands in for its head.
     """
     head, embedding = (f"{module}.weight" for module in (config.head_shape[0], config.embedding))
-    if config.labels:
+    if config.labels or config.foreign:
         return config
     if not config.tie_word_embeddings:
         if head in weights:
@@ -234,6 +234,30 @@ _ONE_VALUE: dict[str, Any] = {
 def _require_one_value(raw: RawConfig) -> None:
     for key, value in _ONE_VALUE.items():
         raw.require(key, value)
+
+
+ModelImpl = Literal["auto", "native", "transformers"]
+
+
+def choose_family(
+    raw: RawConfig, impl: ModelImpl = "auto", *, max_model_len: int | None = None, trust_remote_code: bool = False
+) -> tuple[str, Family]:
+    """``find_family`` or, if there is none or if ``impl`` says so, the modules of transformers as a family."""
+    named = [name for name in raw.get("architectures", list, []) if isinstance(name, str)]
+    if impl == "native" or (impl == "auto" and (not named or any(name in FAMILIES for name in named))):
+        return find_family(raw)
+    for key in ("quantization_config", "transformers_weights"):
+        raw.require(key, None)
+    # Its import takes seconds.
+    from asyncengine.models.transformers.decoder import TransformersModel
+    from asyncengine.models.transformers.source import read_source
+
+    source = read_source(raw, longest=max_model_len, trust_remote_code=trust_remote_code)
+
+    def make(config: ModelConfig, weights: WeightSource, ops: ModelOps, max_positions: int) -> CausalLM[Batch]:
+        return TransformersModel(source, config, weights, ops, max_positions)
+
+    return source.architecture, Family(lambda raw: source.model_config(), make, (), quantizable=False)
 
 
 def find_family(raw: RawConfig) -> tuple[str, Family]:

@@ -33,7 +33,7 @@ from asyncengine.runner.start.prepare import make_steps, prepare
 from asyncengine.runner.state import memory
 from asyncengine.runner.steps.buckets import Bucket, token_buckets
 from asyncengine.runner.steps.device_steps import ARGMAX, VARIANTS, DeviceSteps, StepBuffers, step_buckets
-from asyncengine.runner.steps.model_runner import load_model
+from asyncengine.runner.steps.model_runner import LoadedModel, load_model
 
 logger = logging.getLogger(__name__)
 
@@ -54,7 +54,11 @@ class CudaRunner:
         buckets: list[Bucket],
         host_tier: HostTier | None,
         host_rows: HostRows | None = None,
+        *,
+        eager: bool = False,
     ) -> None:
+        """``eager``: steps are not captured, whatever the configuration of the step loop says."""
+        self._eager = eager
         self.info = info
         self.model_config = model_config
         self.costs: KnownCosts | None = None
@@ -84,6 +88,7 @@ class CudaRunner:
         ops = CudaOps(device, cuda_options(config, examine(device)))
         try:
             loaded = load_model(config, ops, progress=progress)
+            config = without_graphs(config, loaded)
             loaded = with_kv_scales(config, loaded, ops)
             host_rows = HostRows.make(config, native, loaded)
             lanes = 0 if host_rows is None else host_rows.num_lanes
@@ -106,7 +111,7 @@ class CudaRunner:
         if host_rows is not None and (tier is None or buffers.staging.mode == "pageable"):
             logger.warning("hybrid_attention is off: host memory cannot be pinned")
             host_rows, buckets = None, [bucket for bucket in buckets if not bucket.lanes]
-        return cls(info, loaded.config, steps, native, buffers, buckets, tier, host_rows)
+        return cls(info, loaded.config, steps, native, buffers, buckets, tier, host_rows, eager=config.enforce_eager)
 
     def make_step_loop(self, config: EngineConfig, *, progress: bool, measure: bool = False) -> StepLoop:
         """Capture the graphs, unless eager execution is enforced, and build the step loop that launches them.
@@ -117,6 +122,7 @@ class CudaRunner:
             return self._make_step_loop(config, progress=progress, measure=measure)
 
     def _make_step_loop(self, config: EngineConfig, *, progress: bool, measure: bool) -> StepLoop:
+        config = replace(config, enforce_eager=config.enforce_eager or self._eager)
         if self._buffers.staging.mode != config.staging:
             logger.warning("host memory cannot be pinned: staging falls back to pageable copies, which are slower")
         try:
@@ -187,6 +193,16 @@ def cuda_options(config: EngineConfig, gpu: Gpu) -> CudaOptions:
         batch_invariant=config.batch_invariant,
         l2_cache_hints=config.l2_cache_hints,
     )
+
+
+def without_graphs(config: EngineConfig, loaded: LoadedModel) -> EngineConfig:
+    """Return the configuration; with enforce_eager for a model whose steps wait for the device, and a warning."""
+    if not loaded.waits_at or config.enforce_eager:
+        return config
+    logger.warning(
+        "%s waits for the device (%s): its steps are not captured, and run slower", loaded.architecture, loaded.waits_at
+    )
+    return replace(config, enforce_eager=True)
 
 
 def find_gpu(config: EngineConfig) -> torch.device:

@@ -191,7 +191,7 @@ class _PlanOps(CudaOps):
     def logits(
         self,
         residual: Residual,
-        norm: Norm,
+        norm: Norm | None,
         handle: CudaLinear,
         batch: CudaBatch,
         softcap: float = 0.0,

@@ -232,6 +232,8 @@ PRIVATE: dict[str, set[str]] = {
     "engine/live_requests": {"_get_running_loop"},  # asyncio's, documented: get_running_loop without an exception
     "kernels/float8": {"_scaled_mm"},  # torch
     "kernels/cuda/launch/compiling": {"_load_module_from_path"},  # Triton
+    "models/transformers/experts": {"_apply_gate"},  # transformers
+    "models/transformers/source": {"_from_config"},  # transformers
     "server/app": {"_version"},  # aiohttp
     "testing": {"_life"},  # a leak check takes a delivery that nothing announced
 }

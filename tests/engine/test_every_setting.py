@@ -31,6 +31,7 @@ from asyncengine.runner.loop_config import hybrid_gain
 from asyncengine.runner.start import prepare
 from asyncengine.runner.state import memory
 from asyncengine.text.tokenizer import placeholder_tokenizer
+from tests.models.own_code import save_with_code
 from tests.runner.test_hybrid_settings import INFO
 
 from .test_late_launch import tokens_until_the_first
@@ -70,6 +71,15 @@ async def chat(**config: Any) -> Any:
 
 async def seeds(**config: Any) -> Any:
     return await story(SamplingParams(max_tokens=16, temperature=2.0), **config)
+
+
+async def modules(**config: Any) -> Any:
+    """Why no sequence decodes on the host: modules of transformers cannot; or the kind of error."""
+    try:
+        async with on_cpu(**config) as engine:
+            return engine.model_info.host_obstacle
+    except AsyncEngineError as e:
+        return type(e)
 
 
 async def device(**config: Any) -> Any:
@@ -323,6 +333,11 @@ def _tokenizer(folder: Path) -> Path:
     return folder
 
 
+def _own_code(folder: Path) -> Path:
+    save_with_code(folder)
+    return folder
+
+
 async def aged(**config: Any) -> list[int]:
     return await order({"priority": 5}, {"priority": 0}, **config)
 
@@ -348,6 +363,8 @@ CHANGES = {
     "sandbox_timeout_s": Change(chat, 60.0, 1e-6),
     "load_format": Change(story, "auto", "dummy"),
     "dtype": Change(story, "float32", "bfloat16"),
+    "model_impl": Change(modules, "auto", "transformers"),
+    "trust_remote_code": Change(modules, False, True, {"model": InFolder(_own_code), "tokenizer": "none"}),
     "quantization": Change(story, "none", "fp8", {"device": "auto", "dtype": "bfloat16"}),
     "device": Change(device, "cpu", "cuda"),
     "seed": Change(seeds, 0, 1),

@@ -117,6 +117,9 @@ class BaseOps(Ops[StepBatch, Residual, HandleT]):
         There may be just the queries of the leading rows; the other rows are then left out.
         """
 
+    def residual(self, x: Tensor, batch: StepBatch) -> Residual:
+        return Residual(x)
+
     def norm_linear(
         self,
         residual: Residual,
@@ -231,13 +234,14 @@ class BaseOps(Ops[StepBatch, Residual, HandleT]):
         residual.x = sampled(residual, batch).x
         return x[torch.from_numpy(batch.sample_index)]
 
-    def hidden(self, residual: Residual, norm: Norm, batch: StepBatch) -> Tensor:
-        return self.normed(residual if batch.needs & Need.mean else self._sampled(residual, batch), norm, batch)
+    def hidden(self, residual: Residual, norm: Norm | None, batch: StepBatch) -> Tensor:
+        wanted = residual if batch.needs & Need.mean else self._sampled(residual, batch)
+        return self.plain(wanted, batch) if norm is None else self.normed(wanted, norm, batch)
 
     def logits(
         self,
         residual: Residual,
-        norm: Norm,
+        norm: Norm | None,
         handle: HandleT,
         batch: StepBatch,
         softcap: float = 0.0,
@@ -250,9 +254,10 @@ class BaseOps(Ops[StepBatch, Residual, HandleT]):
             y *= scale
         return self.soft_cap_(y, softcap) if softcap else y
 
-    def _logits(self, residual: Residual, norm: Norm, handle: HandleT, batch: StepBatch) -> Tensor:
+    def _logits(self, residual: Residual, norm: Norm | None, handle: HandleT, batch: StepBatch) -> Tensor:
         """Logits of every token of the residual, float32."""
-        return self.multiply(self.normed(residual, norm, batch), handle, batch, torch.float32)
+        x = self.plain(residual, batch) if norm is None else self.normed(residual, norm, batch)
+        return self.multiply(x, handle, batch, torch.float32)
 
     def _sampled(self, residual: Residual, batch: StepBatch) -> Residual:
         """``sampled``, unless ``keep_sampled`` has left no others."""

@@ -215,9 +215,9 @@ class CpuOps(BaseOps[CpuLinearHandle | UnpackedHandle]):
         return y
 
     def _logits(
-        self, residual: Residual, norm: Norm, handle: CpuLinearHandle | UnpackedHandle, batch: StepBatch
+        self, residual: Residual, norm: Norm | None, handle: CpuLinearHandle | UnpackedHandle, batch: StepBatch
     ) -> Tensor:
-        if isinstance(handle, UnpackedHandle):
+        if norm is None or isinstance(handle, UnpackedHandle):
             return super()._logits(residual, norm, handle, batch)
         result = self._result("logits", handle.out_features, torch.float32)
         return self._norm_linear(residual, norm, handle, result, None)

@@ -120,6 +120,9 @@ class CudaOps:
         x = embed(step.input_ids, table, step.positions, position_table, scale=scale, pdl=self.options.pdl)
         return Residual(x)
 
+    def residual(self, x: Tensor, batch: CudaBatch) -> Residual:
+        return Residual(x)
+
     def norm_linear(
         self,
         residual: Residual,
@@ -221,14 +224,16 @@ class CudaOps:
         """Drops nothing: a decode step is sampled from in every row, and ``logits`` reads but the rows it needs."""
         return x
 
-    def hidden(self, residual: Residual, norm: Norm, batch: CudaBatch) -> Tensor:
+    def hidden(self, residual: Residual, norm: Norm | None, batch: CudaBatch) -> Tensor:
         index = None if batch.needs & Need.mean else batch.step.sample_index
+        if norm is None:
+            return residual.settle() if index is None else residual.settle().index_select(0, index)
         return residual.read_by_kernel(norm, index, pdl=self.options.pdl)
 
     def logits(
         self,
         residual: Residual,
-        norm: Norm,
+        norm: Norm | None,
         handle: CudaLinear,
         batch: CudaBatch,
         softcap: float = 0.0,
@@ -242,7 +247,10 @@ class CudaOps:
             if plan.kind == "tma":
                 return Ranks(self._projections.ranks(self.hidden(residual, norm, batch), handle, plan))
         plan = self.choices.plan(handle.site(len(index), dtype, norm))
-        operand = residual.read(norm, plan, handle.format, index=index, pdl=pdl)
+        if norm is None:
+            operand = self._projections.operand(residual.settle().index_select(0, index), handle, plan)
+        else:
+            operand = residual.read(norm, plan, handle.format, index=index, pdl=pdl)
         y = as_tensor(self._projections.project(operand, handle, plan, dtype=torch.float32))
         if scale != 1 and batch.needs:
             y.mul_(scale)

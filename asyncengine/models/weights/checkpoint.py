@@ -213,6 +213,13 @@ class Checkpoint:
         one, two = (read(self._require(key)).to(self._dtype) for key in (name, other))
         return torch.equal(one, two)
 
+    @property
+    def dtype(self) -> torch.dtype:
+        return self._dtype
+
+    def stored(self) -> dict[str, Tensor]:
+        return {name: self._stored(name) for name in self._shard_of}
+
     def get(self, name: str, *shape: int, part: Part = WHOLE) -> Tensor:
         whole = self._read(name, shape)
         stored = _aligned(part.of(whole))
@@ -229,10 +236,6 @@ class Checkpoint:
         stored = _aligned(taken).contiguous().to(self._device)
         self.owned_bytes += stored.numel() * self._dtype.itemsize
         return stored.to(self._dtype).T
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self._dtype
 
     def uint8(self, name: str, *shape: int) -> Tensor:
         return self._read(name, shape, kinds=(torch.uint8,)).to(self._device)
@@ -349,11 +352,23 @@ class Checkpoint:
         if tensor.dtype not in kinds:
             wanted = "floats" if kinds is _FLOATS else "bytes"
             raise WeightMismatchError(f"tensor {key} in {path}: expected {wanted}, found {tensor.dtype}")
+        self._use(key, tensor)
+        return tensor
+
+    def _stored(self, key: str) -> Tensor:
+        tensor = _aligned(self._tensor(key))
+        self._use(key, tensor)
+        if tensor.dtype == self._dtype and self._device == _CPU:
+            self.mapped_bytes += tensor.nbytes
+        else:
+            self.owned_bytes += tensor.numel() * self._dtype.itemsize
+        return tensor
+
+    def _use(self, key: str, tensor: Tensor) -> None:
         if key not in self._used:  # several projections may share it
             self._used.add(key)
             self.num_parameters += tensor.numel()
             self._progress.add(tensor.nbytes)
-        return tensor
 
 
 class DummyWeights:
@@ -374,6 +389,10 @@ class DummyWeights:
         self._pool = torch.empty(self._POOL).normal_(0, std, generator=self._generator).to(device, dtype)
 
     rotates_neighbours = False
+
+    def stored(self) -> None:
+        """Random weights are drawn by shape."""
+        return
 
     def __contains__(self, name: str) -> bool:
         """Random weights have every tensor that a model asks for."""

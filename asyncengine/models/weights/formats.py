@@ -23,16 +23,19 @@ class TensorSource(Protocol):
     """Bytes of the tensors that are no mapped file."""
 
     @property
-    def dtype(self) -> torch.dtype:
-        """The model's dtype."""
-
-    @property
     def rotates_neighbours(self) -> bool:
         """Return whether queries and keys lie in an order in which neighbours are rotated together, whatever their
         family's is."""
 
     def __contains__(self, name: str) -> bool:
         """Return whether there is a tensor of that name."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The model's dtype, that of the tensors that ``get`` returns."""
+
+    def stored(self) -> dict[str, Tensor] | None:
+        """All tensors in host memory, as a checkpoint stores them; None for random ones."""
 
     def equal(self, name: str, other: str) -> bool:
         """Return whether two tensors that are there have the same elements."""

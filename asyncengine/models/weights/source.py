@@ -24,6 +24,15 @@ class WeightSource:
         self._format = form or Dense()
         self._shard = shard or Shard()
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """The model's dtype."""
+        return self._tensors.dtype
+
+    def stored(self) -> dict[str, Tensor] | None:
+        """All tensors in host memory, as a checkpoint stores them and by its names; None for random ones."""
+        return self._tensors.stored()
+
     def weight(
         self,
         module: str,

@@ -62,6 +62,8 @@ def host_obstacle(model: ModelConfig, dtype: torch.dtype = torch.bfloat16) -> st
     """
     if model.labels:
         return "classifies"
+    if model.foreign:
+        return "runs modules of transformers"
     if state_bytes(model):
         return "has layers that keep a state"
     if not model.has_alike_layers:

@@ -24,7 +24,7 @@ from asyncengine.kernels.ops import LayerCache, LayerKVCache, Ops
 from asyncengine.machine import total_memory
 from asyncengine.models.config import ModelConfig, RawConfig
 from asyncengine.models.files import read_optional_json
-from asyncengine.models.registry import CausalLM, find_family, settle_head, settle_rotation
+from asyncengine.models.registry import CausalLM, Family, choose_family, settle_head, settle_rotation
 from asyncengine.models.weights.checkpoint import Checkpoint, DummyWeights, choose_dtype
 from asyncengine.models.weights.formats import choose_format
 from asyncengine.models.weights.hub import resolve_model
@@ -60,6 +60,8 @@ class LoadedModel:
     """float32 [layers, 2, 2, Hk] on the device of its ops, as ``LayerKVCache.scales``: of a KV cache in float8"""
     device_index: int | None = None
     """number of a GPU"""
+    waits_at: str = ""
+    """place in the code of modules at which a step waits for the device; empty: steps can be captured"""
 
     def info(self, config: EngineConfig, num_blocks: int, num_host_blocks: int = 0) -> ModelInfo:
         return ModelInfo(
@@ -114,7 +116,13 @@ class LoadedModel:
 def read_model_config(config: EngineConfig) -> ModelConfig:
     """Read the model's configuration, without the weights. Raises ModelError or a subclass."""
     raw = RawConfig.load(resolve_model(config.model, revision=config.revision, weights=False))
-    return find_family(raw)[1].read_config(raw)
+    return _family(config, raw)[1].read_config(raw)
+
+
+def _family(config: EngineConfig, raw: RawConfig) -> tuple[str, Family]:
+    return choose_family(
+        raw, config.model_impl, max_model_len=config.max_model_len, trust_remote_code=config.trust_remote_code
+    )
 
 
 def load_model(config: EngineConfig, ops: Ops[Any, Any, Any], *, progress: bool = False) -> LoadedModel:
@@ -126,7 +134,7 @@ def load_model(config: EngineConfig, ops: Ops[Any, Any, Any], *, progress: bool 
     dummy = config.load_format == "dummy"
     path = resolve_model(config.model, revision=config.revision, weights=not dummy)
     raw = RawConfig.load(path)
-    architecture, family = find_family(raw)
+    architecture, family = _family(config, raw)
     model_config = family.read_config(raw)
     eos_token_ids = read_eos_token_ids(path, raw, model_config.vocab_size)
     _check_layers(config, architecture, model_config, ops)
@@ -165,6 +173,7 @@ def load_model(config: EngineConfig, ops: Ops[Any, Any, Any], *, progress: bool 
         eos_token_ids,
         None if scales is None else with_inverses(scales).to(ops.device),
         ops.device.index,
+        getattr(model, "waits_at", ""),
     )
 
 

@@ -1,0 +1,1 @@
+"""Models that run their own modules of the transformers library, over the operations of a kernel package."""
