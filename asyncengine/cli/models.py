@@ -17,9 +17,9 @@ if TYPE_CHECKING:
     from asyncengine.runner.describe import FamilyReport, ModelReport
 
 _FLAGS = (
-    "revision", "load_format", "dtype", "quantization", "device", "max_model_len", "max_num_seqs",
-    "max_num_batched_tokens", "prefill_chunk_size", "block_size", "kv_cache_dtype", "kv_cache_memory_bytes",
-    "num_kv_blocks", "gpu_memory_utilization",
+    "revision", "load_format", "dtype", "model_impl", "trust_remote_code", "quantization", "device", "max_model_len",
+    "max_num_seqs", "max_num_batched_tokens", "prefill_chunk_size", "block_size", "kv_cache_dtype",
+    "kv_cache_memory_bytes", "num_kv_blocks", "gpu_memory_utilization",
 )  # fmt: skip
 """Flags of the engine on which the answer depends."""
 _COMMON = ("dtype", "quantization", "device", "max_model_len", "max_num_seqs", "kv_cache_dtype")

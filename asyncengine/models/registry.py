@@ -70,6 +70,8 @@ class Family(NamedTuple):
     """True if float8 kernels can serve the family: its norms are RMS norms and its activation is silu_mul."""
     packings: tuple[str, ...] = ()
     """Values of quant_method in quantization_config whose tensors the family reads."""
+    num_parameters: int = 0
+    """Parameters of the one model that modules of transformers compute; 0 for native code."""
 
 
 FAMILIES = {
@@ -257,7 +259,8 @@ def choose_family(
     def make(config: ModelConfig, weights: WeightSource, ops: ModelOps, max_positions: int) -> CausalLM[Batch]:
         return TransformersModel(source, config, weights, ops, max_positions)
 
-    return source.architecture, Family(lambda raw: source.model_config(), make, (), quantizable=False)
+    config, count = source.model_config(), source.notes.num_parameters
+    return source.architecture, Family(lambda raw: config, make, (), quantizable=False, num_parameters=count)
 
 
 def find_family(raw: RawConfig) -> tuple[str, Family]:

@@ -13,11 +13,17 @@ from asyncengine.errors import ConfigError, ModelError
 from asyncengine.kernels.cpu.reference import ReferenceOps
 from asyncengine.machine import available_memory
 from asyncengine.models.config import ModelConfig, RawConfig
-from asyncengine.models.registry import FAMILIES, Family, find_family
+from asyncengine.models.registry import FAMILIES, Family
 from asyncengine.models.weights.checkpoint import choose_dtype
 from asyncengine.models.weights.hub import resolve_model
 from asyncengine.runner.state import memory
-from asyncengine.runner.steps.model_runner import choose_max_model_len, load_model
+from asyncengine.runner.steps.model_runner import (
+    check_layers,
+    check_quantization,
+    choose_max_model_len,
+    family_of,
+    load_model,
+)
 
 _FIXED_GPU_BYTES = 768 << 20
 """About what CUDA, the kernels and the graphs of an engine take."""
@@ -56,7 +62,7 @@ class ModelReport:
     """Report of how a model will run with a configuration, and what it takes."""
 
     model: str
-    way: Literal["native", "refused"]
+    way: Literal["native", "transformers", "refused"]
     reason: str
     """Why it runs this way."""
     architecture: str | None = None
@@ -124,32 +130,38 @@ def describe_model(config: EngineConfig, device: str, memory_bytes: int | None =
     raw = RawConfig.load(path)
     has_weights = any(path.suffix in _WEIGHT_FILES for path in path.iterdir())
     try:
-        architecture, family = find_family(raw)
+        architecture, family = family_of(config, raw)
         context = choose_max_model_len(config, family.read_config(raw))
         dtype = choose_dtype(config.dtype, raw.dtype, torch.device(device))
-        form: Any = "dummy" if config.load_format == "dummy" or not has_weights else "auto"
         if config.quantization != "none" and config.dtype == "auto" and dtype == torch.float16:
             dtype = torch.bfloat16
+        check_quantization(config, architecture, family, dtype)
         name: Any = str(dtype).removeprefix("torch.")
-        # The tables of rotary positions are as long as the context: here there is no use for one.
-        probe = replace(config, model=str(path), load_format=form, dtype=name, max_model_len=1)
-        loaded = load_model(probe, _NoOps())
+        model = family.read_config(raw)
+        if model.foreign:
+            check_layers(config, architecture, model, _NoOps())
+            num_parameters, weight_bytes = family.num_parameters, family.num_parameters * dtype.itemsize
+        else:
+            form: Any = "dummy" if config.load_format == "dummy" or not has_weights else "auto"
+            # The tables of rotary positions are as long as the context: here there is no use for one.
+            probe = replace(config, model=str(path), load_format=form, dtype=name, max_model_len=1)
+            loaded = load_model(probe, _NoOps())
+            model, num_parameters, weight_bytes = loaded.config, loaded.num_parameters, loaded.owned_bytes
     except ModelError as e:
         return ModelReport(config.model, "refused", str(e))
-    model, weight_bytes = loaded.config, loaded.owned_bytes
-    of_block = loaded.kv_bytes_per_block(config)
+    of_block = memory.block_bytes(model, config.block_size, memory.kv_dtype(config, dtype))
     total = _memory_of(device) if memory_bytes is None else memory_bytes
     room = _kv_room(config, model, dtype, device, total, weight_bytes)
     num_blocks = config.num_kv_blocks or (room // of_block if of_block else 0)
     return ModelReport(
         model=config.model,
-        way="native",
-        reason=f"{architecture} is a family of asyncengine",
+        way="transformers" if model.foreign else "native",
+        reason=_reason(config, architecture, model),
         architecture=architecture,
         device=device,
         dtype=name,
         quantization=config.quantization,
-        num_parameters=loaded.num_parameters,
+        num_parameters=num_parameters,
         weight_bytes=weight_bytes,
         has_weights=has_weights,
         kv_bytes_per_token=of_block // config.block_size,
@@ -161,6 +173,14 @@ def describe_model(config: EngineConfig, device: str, memory_bytes: int | None =
         kv_tokens=num_blocks * config.block_size,
         sequences=min(config.max_num_seqs, num_blocks // _blocks_per_sequence(config, model, context)),
     )
+
+
+def _reason(config: EngineConfig, architecture: str, model: ModelConfig) -> str:
+    if not model.foreign:
+        return f"{architecture} is a family of asyncengine"
+    if architecture in FAMILIES:
+        return f"model_impl={config.model_impl}: {architecture} is a family of asyncengine too"
+    return f"{architecture} has no native code: its modules run over the operations of asyncengine"
 
 
 def _blocks_per_sequence(config: EngineConfig, model: ModelConfig, context: int) -> int:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import Starcoder2Config, Starcoder2ForCausalLM
 
 from asyncengine.cli.main import main
 from asyncengine.models.registry import FAMILIES
@@ -111,6 +112,33 @@ def test_models_that_cannot_run_say_why(
     first, second = capsys.readouterr().out.splitlines()
     assert first.endswith(": refused")
     assert re.search(message, second)
+
+
+def test_modules_of_transformers_say_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = Starcoder2Config(
+        hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        vocab_size=200, bos_token_id=0, eos_token_id=0,
+    )  # fmt: skip
+    model = Starcoder2ForCausalLM(config)
+    model.save_pretrained(tmp_path)
+    told = report(capsys, tmp_path, "--device", "cpu")
+    assert (told["way"], told["architecture"]) == ("transformers", "Starcoder2ForCausalLM")
+    assert "no native code" in told["reason"]
+    assert told["num_parameters"] == model.num_parameters()
+    assert told["weight_bytes"] == 4 * model.num_parameters()
+    assert told["kv_bytes_per_token"] == 2 * 2 * 2 * 16 * 4
+    assert main(["models", str(tmp_path), "--device", "cpu", "--model-impl", "native"]) == 1
+    assert "architecture ['Starcoder2ForCausalLM'] is not supported" in capsys.readouterr().out
+
+
+def test_a_family_by_its_modules(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    native, modules = (
+        report(capsys, model, "--device", "cpu", "--model-impl", impl) for impl in ("auto", "transformers")
+    )
+    assert (native["way"], modules["way"]) == ("native", "transformers")
+    assert "model_impl=transformers" in modules["reason"]
+    assert native["num_parameters"] == modules["num_parameters"]
+    assert native["kv_bytes_per_token"] == modules["kv_bytes_per_token"]
 
 
 def test_other_architectures_and_formats_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

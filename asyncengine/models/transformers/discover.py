@@ -216,6 +216,7 @@ class Notes:
     logit_softcap: float
     groups: tuple[tuple[str, ...], ...] = ()
     """Names of linear layers, those of a module that read one tensor together."""
+    num_parameters: int = 0
 
 
 _LOW, _HIGH = 1e-3, 1e30

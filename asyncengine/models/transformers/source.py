@@ -116,12 +116,14 @@ def read_source(raw: RawConfig, *, longest: int | None = None, trust_remote_code
 def _run(kind: type[PreTrainedModel], config: PreTrainedConfig, longest: int) -> Notes:
     with torch.device("meta"):
         model = build(kind, config, PROBE, torch.float32)
+    model.tie_weights()
+    num_parameters = sum(parameter.numel() for parameter in model.parameters())
     try:
         notes = discover(model, longest)
     except (RuntimeError, NotImplementedError):  # it reads a tensor
         spread(model)
         notes = discover(model, longest)
-    return dataclasses.replace(notes, groups=find_groups(model, longest))
+    return dataclasses.replace(notes, groups=find_groups(model, longest), num_parameters=num_parameters)
 
 
 def _find_class(

@@ -116,10 +116,11 @@ class LoadedModel:
 def read_model_config(config: EngineConfig) -> ModelConfig:
     """Read the model's configuration, without the weights. Raises ModelError or a subclass."""
     raw = RawConfig.load(resolve_model(config.model, revision=config.revision, weights=False))
-    return _family(config, raw)[1].read_config(raw)
+    return family_of(config, raw)[1].read_config(raw)
 
 
-def _family(config: EngineConfig, raw: RawConfig) -> tuple[str, Family]:
+def family_of(config: EngineConfig, raw: RawConfig) -> tuple[str, Family]:
+    """The name of the model's architecture and the code that the configuration chooses for it."""
     return choose_family(
         raw, config.model_impl, max_model_len=config.max_model_len, trust_remote_code=config.trust_remote_code
     )
@@ -134,20 +135,16 @@ def load_model(config: EngineConfig, ops: Ops[Any, Any, Any], *, progress: bool 
     dummy = config.load_format == "dummy"
     path = resolve_model(config.model, revision=config.revision, weights=not dummy)
     raw = RawConfig.load(path)
-    architecture, family = _family(config, raw)
+    architecture, family = family_of(config, raw)
     model_config = family.read_config(raw)
     eos_token_ids = read_eos_token_ids(path, raw, model_config.vocab_size)
-    _check_layers(config, architecture, model_config, ops)
+    check_layers(config, architecture, model_config, ops)
     max_model_len = choose_max_model_len(config, model_config)
     _check_memory_beside_cache(config, model_config, max_model_len)
     dtype = choose_dtype(config.dtype, raw.dtype, ops.device)
     if config.quantization != "none" and config.dtype == "auto" and dtype == torch.float16:
         dtype = torch.bfloat16  # as the kernels for quantised weights have it
-    if config.quantization != "none":
-        if not family.quantizable:
-            raise ConfigError(f"quantization={config.quantization} is not implemented for {architecture}")
-        if dtype != torch.bfloat16:
-            raise ConfigError(f"quantization={config.quantization} needs dtype=bfloat16, and not {dtype}")
+    check_quantization(config, architecture, family, dtype)
     tensors = (
         DummyWeights(dtype, model_config.initializer_range, config.seed, device=ops.device)
         if dummy
@@ -177,7 +174,17 @@ def load_model(config: EngineConfig, ops: Ops[Any, Any, Any], *, progress: bool 
     )
 
 
-def _check_layers(config: EngineConfig, architecture: str, model: ModelConfig, ops: Ops[Any, Any, Any]) -> None:
+def check_quantization(config: EngineConfig, architecture: str, family: Family, dtype: torch.dtype) -> None:
+    """Raises ConfigError if the family cannot have the configured quantisation."""
+    if config.quantization == "none":
+        return
+    if not family.quantizable:
+        raise ConfigError(f"quantization={config.quantization} is not implemented for {architecture}")
+    if dtype != torch.bfloat16:
+        raise ConfigError(f"quantization={config.quantization} needs dtype=bfloat16, and not {dtype}")
+
+
+def check_layers(config: EngineConfig, architecture: str, model: ModelConfig, ops: Ops[Any, Any, Any]) -> None:
     """Raises ConfigError for settings that do not go with what the layers keep."""
     if kv_cache.state_bytes(model):
         if ops.device.type == "cuda":
