@@ -105,8 +105,9 @@ class Life:
             if self._driver is not None:
                 self._driver.cancel()
             self._stopping = asyncio.ensure_future(self._stop(self.backend))
-        if await asyncio.shield(self._stopping):
-            self.backend = self.requests.step_loop = None
+        if await asyncio.shield(self._stopping) and self.backend is not None:
+            with self.backend.on_device():
+                self.backend = self.requests.step_loop = None
 
     async def _stop(self, backend: Backend) -> bool:
         if self._prompts is not None:

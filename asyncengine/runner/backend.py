@@ -10,6 +10,7 @@ import os
 import select
 import weakref
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal
 
@@ -43,6 +44,9 @@ class Backend:
     costs: KnownCosts | None = None
     """Costs of the engine's steps, if the configuration needs them; learned corrections are kept when the engine
     closes."""
+    on_device: Callable[[], AbstractContextManager[object]] = nullcontext
+    """Makes the model's GPU the current one of the thread. Its memory is freed there: torch would otherwise take some
+    of the GPU that is current."""
     process: int = field(default_factory=os.getpid)
 
     @property
@@ -190,7 +194,7 @@ def _load_on_cuda(config: EngineConfig, *, progress: bool, measure: bool) -> Bac
         tokenizer = load_tokenizer(config)
         runner = CudaRunner.load(config, progress=progress)
     step_loop = runner.make_step_loop(config, progress=progress, measure=measure)
-    return Backend(runner.info, tokenizer, step_loop, runner, costs=runner.costs)
+    return Backend(runner.info, tokenizer, step_loop, runner, costs=runner.costs, on_device=runner.on_device)
 
 
 def _with_stop_of(tokenizer: Tokenizer | None, info: ModelInfo, config: EngineConfig) -> ModelInfo:

@@ -70,6 +70,7 @@ class CudaRunner:
         self._device = device
         self._buffers = buffers
         self.cuda_stream = torch.cuda.Stream(device.index)  # type: ignore[no-untyped-call]
+        self.on_device = partial(torch.cuda.device, device.index)
 
     @classmethod
     def load(cls, config: EngineConfig, *, progress: bool = False) -> Self:
@@ -118,7 +119,7 @@ class CudaRunner:
 
         ``measure``: measure what steps take, whatever is kept of that and whether the configuration needs it or not.
         """
-        with torch.cuda.device(self.cuda_stream.device):
+        with self.on_device():
             return self._make_step_loop(config, progress=progress, measure=measure)
 
     def _make_step_loop(self, config: EngineConfig, *, progress: bool, measure: bool) -> StepLoop:
@@ -169,7 +170,7 @@ class CudaRunner:
 
     def _launch(self, bucket: int, needs: int, cuda_stream: int) -> None:
         """A step's kernels one by one; bucket -1 is block copies. Called by the step thread."""
-        with torch.cuda.device(self.cuda_stream.device), torch.cuda.stream(self.cuda_stream):
+        with self.on_device(), torch.cuda.stream(self.cuda_stream):
             if bucket < 0:
                 self.steps.copy_blocks()
             else:

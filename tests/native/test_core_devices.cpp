@@ -59,8 +59,10 @@ TEST(a_thread_without_a_device_stays_without) {
     const SimulatedDevice device;
     {
       const PinnedBuffer memory = allocate_pinned(device.cuda(), 64);
+      CHECK_EQ(current_device(), -1);
     }
     CHECK_EQ(device.live_objects(), 0);
+    CHECK_EQ(current_device(), -1);
   }).join();
   CHECK_EQ(SimulatedDevice::wrong_device_calls(), wrong);
 }

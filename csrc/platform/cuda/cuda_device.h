@@ -16,8 +16,8 @@ class CudaDevice {
   const CudaRuntime& runtime() const { return *runtime_; }
   int index() const { return index_; }
 
-  // While it lives, the device is current in the calling thread; afterwards that which was. Where the device is current
-  // already, as in the core's own threads, it costs some nanoseconds.
+  // While it lives, the device is current in the calling thread; afterwards the one before is, and no memory of that one is
+  // taken. Where the device is current already, as in the core's own threads, it costs some nanoseconds.
   class Scope {
    public:
     explicit Scope(const CudaDevice& device);
@@ -28,7 +28,7 @@ class CudaDevice {
 
    private:
     const CudaRuntime& runtime_;
-    int before_ = -1;  // the device to go back to; -1: none
+    bool pushed_ = false;
     int error_ = kCudaSuccess;
   };
   // Makes the device current in the calling thread for good: in a thread of the core's own.

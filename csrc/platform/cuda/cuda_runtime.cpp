@@ -2,26 +2,56 @@
 
 #include <dlfcn.h>
 
+#include <map>
+#include <mutex>
+
 namespace asyncengine {
 namespace {
 
 template <class Function>
 void find(void* library, const char* symbol, Function& into) {
   void* address = dlsym(library, symbol);
-  if (address == nullptr) throw CudaError(std::string("the CUDA runtime has no ") + symbol);
+  if (address == nullptr) throw CudaError(std::string("the CUDA runtime or driver has no ") + symbol);
   into = reinterpret_cast<Function>(address);
 }
 
-// By the driver, which the runtime has loaded; the runtime itself cannot tell.
-bool has_primary_context(int device) {
-  using GetState = int (*)(int device, unsigned* flags, int* active);
-  static const auto get_state = [] {
-    void* driver = dlopen("libcuda.so.1", RTLD_NOW | RTLD_LOCAL | RTLD_NOLOAD);
-    return driver == nullptr ? nullptr : reinterpret_cast<GetState>(dlsym(driver, "cuDevicePrimaryCtxGetState"));
+// The functions of the driver by which a thread goes to a device and back. The runtime makes its calls on the device of
+// the context that is current by the driver, and has no way back itself: cudaSetDevice takes memory of its device, also
+// of one that the thread has not used.
+struct Driver {
+  int (*retain)(void** context, int device);
+  int (*push)(void* context);
+  int (*pop)(void** context);
+};
+
+const Driver& driver() {
+  static const Driver table = [] {
+    void* library = dlopen("libcuda.so.1", RTLD_NOW | RTLD_LOCAL);
+    if (library == nullptr) throw CudaError("the CUDA driver libcuda.so.1 cannot be loaded");
+    Driver functions{};
+    find(library, "cuDevicePrimaryCtxRetain", functions.retain);
+    find(library, "cuCtxPushCurrent_v2", functions.push);
+    find(library, "cuCtxPopCurrent_v2", functions.pop);
+    return functions;
   }();
-  unsigned flags = 0;
-  int active = 0;
-  return get_state != nullptr && get_state(device, &flags, &active) == kCudaSuccess && active != 0;
+  return table;
+}
+
+// Keeps the primary context of each device once for this process, as the runtime does: memory in it outlives the scope.
+int push_device(int device) {
+  static std::mutex mutex;
+  static std::map<int, void*> contexts;
+  std::lock_guard lock(mutex);
+  void*& context = contexts[device];
+  if (context == nullptr) {
+    if (const int error = driver().retain(&context, device); error != kCudaSuccess) return error;
+  }
+  return driver().push(context);
+}
+
+int pop_device() {
+  void* context = nullptr;
+  return driver().pop(&context);
 }
 
 CudaRuntime fill(const std::string& path) {
@@ -30,7 +60,8 @@ CudaRuntime fill(const std::string& path) {
   CudaRuntime cuda{};
   find(library, "cudaSetDevice", cuda.set_device);
   find(library, "cudaGetDevice", cuda.get_device);
-  cuda.is_in_use = &has_primary_context;
+  cuda.push_device = &push_device;
+  cuda.pop_device = &pop_device;
   find(library, "cudaGetErrorString", cuda.get_error_string);
   find(library, "cudaMalloc", cuda.malloc);
   find(library, "cudaFree", cuda.free);

@@ -31,7 +31,8 @@ inline constexpr unsigned kCudaHostRegisterMapped = 2;
 struct CudaRuntime {
   int (*set_device)(int device);
   int (*get_device)(int* device);
-  bool (*is_in_use)(int device);  // this process has memory of the device: its primary context is there
+  int (*push_device)(int device);  // makes it current in this thread until pop_device, by the driver
+  int (*pop_device)();             // back to the device before, which nothing is allocated on
   const char* (*get_error_string)(int error);
   int (*malloc)(void** pointer, size_t bytes);
   int (*free)(void* pointer);

@@ -11,6 +11,7 @@ namespace {
 std::mutex registry_mutex;
 std::vector<SimulatedDevice*> registry;
 thread_local int current_device = -1;
+thread_local std::vector<int> pushed_devices;
 std::atomic<int64_t> num_wrong_device_calls{0};
 
 // The current device of the calling thread; null, and counted, if there is none.
@@ -63,9 +64,16 @@ struct SimulatedRuntime {
     *ordinal = current_device;
     return kCudaSuccess;
   }
-  static bool is_in_use(int ordinal) {
-    std::lock_guard lock(registry_mutex);
-    return ordinal >= 0 && static_cast<size_t>(ordinal) < registry.size() && registry[static_cast<size_t>(ordinal)] != nullptr;
+  static int push_device(int ordinal) {
+    pushed_devices.push_back(current_device);
+    const int error = set_device(ordinal);
+    if (error != kCudaSuccess) pushed_devices.pop_back();
+    return error;
+  }
+  static int pop_device() {
+    current_device = pushed_devices.back();
+    pushed_devices.pop_back();
+    return kCudaSuccess;
   }
   static const char* get_error_string(int error) {
     switch (error) {
@@ -222,7 +230,8 @@ const CudaRuntime& SimulatedDevice::runtime() {
   using R = SimulatedRuntime;
   static constexpr CudaRuntime table = {.set_device = R::set_device,
                                         .get_device = R::get_device,
-                                        .is_in_use = R::is_in_use,
+                                        .push_device = R::push_device,
+                                        .pop_device = R::pop_device,
                                         .get_error_string = R::get_error_string,
                                         .malloc = R::allocate,
                                         .free = R::release,
