@@ -89,8 +89,9 @@ std::shared_ptr<CpuExperts> make_experts(const std::vector<std::shared_ptr<CpuLi
   auto experts = std::make_shared<CpuExperts>();
   experts->activation = {function, gated};
   for (size_t i = 0; i < up.size(); ++i) {
-    require(up[i]->k == up[0]->k && up[i]->total_rows() == up[0]->total_rows() && down[i]->k * (gated ? 2 : 1) == up[0]->total_rows() &&
-                down[i]->total_rows() == down[0]->total_rows() && up[i]->dtype == up[0]->dtype && down[i]->dtype == up[0]->dtype,
+    require(up[i]->k == up[0]->k && up[i]->total_rows() == up[0]->total_rows() &&
+                down[i]->k * (gated ? 2 : 1) == up[0]->total_rows() && down[i]->total_rows() == down[0]->total_rows() &&
+                up[i]->dtype == up[0]->dtype && down[i]->dtype == up[0]->dtype,
             "experts must be alike");
     experts->up.push_back(*up[i]);
     experts->down.push_back(*down[i]);

@@ -5,19 +5,13 @@
 #include <stdexcept>
 
 #include "platform/cpu/kernels.h"
+#include "platform/cpu/tiling.h"
 
 namespace asyncengine {
 namespace {
 
-// Items per thread of a loop over the weights of all experts that are hit.
-constexpr int64_t kItemsPerThread = 4;
-// As in kernels.cpp: rows that share one transposition of weights, and columns whose weights stay in L2 meanwhile.
-constexpr int64_t kBlockRows = 1024, kBlockColumns = 192;
 // Floats of a cache line.
 constexpr int64_t kLine = 16;
-
-int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
-int64_t round_up(int64_t a, int64_t b) { return ceil_div(a, b) * b; }
 
 // To nearest, ties to even.
 uint16_t to_bfloat16(float value) {

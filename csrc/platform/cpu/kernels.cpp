@@ -5,6 +5,7 @@
 #include <stdexcept>
 
 #include "platform/cpu/kv_cell.h"
+#include "platform/cpu/tiling.h"
 
 namespace asyncengine {
 namespace {
@@ -14,13 +15,6 @@ namespace {
 constexpr int64_t kElementsPerChunk = 4096;
 // A write to a cache line that is far away costs as much as this many elements of a loop.
 constexpr int64_t kElementsPerCacheMiss = 16;
-// Items per thread of a loop: what one thread waits for the other at the end is one item.
-constexpr int64_t kItemsPerThread = 4;
-// Rows of x that share one transposition of weights, and columns whose weights stay in L2 meanwhile.
-constexpr int64_t kBlockRows = 1024, kBlockColumns = 192;
-
-int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
-int64_t round_up(int64_t a, int64_t b) { return ceil_div(a, b) * b; }
 
 // Panels that are packed together from a transposed matrix: neighbours in each of its lines.
 constexpr int64_t kPackedPanels = 8;
