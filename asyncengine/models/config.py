@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from asyncengine.errors import ModelError, UnsupportedModelError
-from asyncengine.kernels.ops import Activation, CacheSpec, KVSpec, StateSpec
+from asyncengine.kernels.ops import Activation, CacheSpec, KVSpec, LatentSpec, SharedSpec
 from asyncengine.models.files import excerpt, read_config
 from asyncengine.models.rotary import RopeConfig, longrope_attention_factor, yarn_attention_factor
 
@@ -27,10 +27,11 @@ MAX_EOS_TOKENS = 64
 _HIGHEST = {
     **dict.fromkeys(("num_hidden_layers", "n_layer"), 1 << 12),
     **dict.fromkeys(("num_attention_heads", "num_key_value_heads", "n_head", "head_dim"), 1 << 12),
+    **dict.fromkeys(("global_head_dim", "num_global_key_value_heads", "hidden_size_per_layer_input"), 1 << 12),
     **dict.fromkeys(("hidden_size", "n_embd"), 1 << 17),
     **dict.fromkeys(("intermediate_size", "n_inner", "moe_intermediate_size"), 1 << 20),
-    **dict.fromkeys(("num_experts", "num_experts_per_tok", "decoder_sparse_step"), 1 << 12),
-    "vocab_size": 1 << 22,
+    **dict.fromkeys(("num_experts", "num_experts_per_tok", "top_k_experts", "decoder_sparse_step"), 1 << 12),
+    **dict.fromkeys(("vocab_size", "vocab_size_per_layer_input"), 1 << 22),
     **dict.fromkeys(("max_position_embeddings", "n_positions", "original_max_position_embeddings"), MAX_POSITIONS),
     "sliding_window": 2**31 - 1,
 }
@@ -190,6 +191,14 @@ class Mixture(NamedTuple):
     """True for each layer with a mixture."""
 
 
+class LayerInputs(NamedTuple):
+    """Embeddings of the tokens that each layer has for itself."""
+
+    size: int
+    """Elements of a token's row in one layer."""
+    vocab_size: int
+
+
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
     """The shape of a model, the same for every family."""
@@ -214,6 +223,13 @@ class ModelConfig:
     """Rotary positions of each layer; None: its queries and keys are not rotated."""
     query_growth: QueryGrowth | None = None
     mixture: Mixture | None = None
+    layer_inputs: LayerInputs | None = None
+    keys_are_values: bool = False
+    """The values of layers without a window are the keys before their norm: the checkpoint has one projection."""
+    norms_values: bool = False
+    """Values have an RMS norm without a weight."""
+    wide_sharing_mlp: bool = False
+    """Layers that share keys and values have MLPs of twice the intermediate size."""
     qkv_bias: bool = False
     output_bias: bool = False
     mlp_bias: bool = False
@@ -258,6 +274,25 @@ class ModelConfig:
         """
         return {rope for rope in self.layer_ropes if rope is not None or self.qk_norm}
 
+    def kv_spec(self, index: int) -> KVSpec | None:
+        """The keys and values that a layer reads, its own or those that it shares; None if it reads none."""
+        spec = self.layer_caches[index]
+        if isinstance(spec, SharedSpec):
+            spec = self.layer_caches[spec.layer]
+        return spec if isinstance(spec, KVSpec) else None
+
+    @property
+    def head_dims(self) -> tuple[int, ...]:
+        """Size of the heads of each layer."""
+        specs = map(self.kv_spec, range(self.num_layers))
+        return tuple(self.head_dim if spec is None else spec.head_dim for spec in specs)
+
+    @property
+    def first_sharing_layer(self) -> int:
+        """Index from which on no layer keeps anything: they share the keys and values of earlier ones."""
+        kept = (index for index, spec in enumerate(self.layer_caches) if not isinstance(spec, SharedSpec))
+        return max(kept, default=-1) + 1
+
     @property
     def kv_specs(self) -> list[KVSpec]:
         """The layers that keep keys and values, in order."""
@@ -266,12 +301,13 @@ class ModelConfig:
     @property
     def layer_windows(self) -> tuple[int, ...]:
         """Sliding window of each layer in tokens; 0: none."""
-        return tuple(spec.window if isinstance(spec, KVSpec) else 0 for spec in self.layer_caches)
+        specs = map(self.kv_spec, range(self.num_layers))
+        return tuple(0 if spec is None else spec.window for spec in specs)
 
     @property
     def longest_window(self) -> int:
         """Tokens that the layers with blocks in the cache see, the most that one does; 0: one sees all."""
-        paged = [spec for spec in self.layer_caches if not isinstance(spec, StateSpec)]
+        paged = [spec for spec in self.layer_caches if isinstance(spec, KVSpec | LatentSpec)]
         windows = [spec.window if isinstance(spec, KVSpec) else 0 for spec in paged]
         return max(windows, default=0) if all(windows) else 0
 
@@ -290,28 +326,33 @@ class ModelConfig:
 
 
 def read_rope(
-    raw: RawConfig, max_positions: int, head_dim: int, *, theta: float = 10_000.0, partial: float | None = None
-) -> RopeConfig:
+    raw: RawConfig, max_positions: int, head_dim: int, *, theta: float = 10_000.0, partial: float | None = None,
+    proportional: bool = False,
+) -> RopeConfig:  # fmt: skip
     """The rotary settings: rope_theta and rope_scaling or, from transformers 5 on, rope_parameters.
 
     ``theta`` and ``partial`` are the family's defaults of rope_theta and partial_rotary_factor; without ``partial`` all
-    of a head is rotated.
+    of a head is rotated. ``proportional``: the family may have frequencies of which the last ones are 0.
     """
     scaling = raw.get("rope_scaling", dict, None) or raw.get("rope_parameters", dict, None) or {}
     if any(isinstance(value, dict) for value in scaling.values()):
         raise raw.unsupported("rope_parameters for each layer type")
     rope = RawConfig(scaling, f"{raw.source}, rope scaling")
     kind = rope.get("rope_type", str, None) or rope.get("type", str, "default")
-    if kind not in ("default", "linear", "dynamic", "llama3", "yarn", "longrope"):
+    kinds = ("default", "linear", "dynamic", "llama3", "yarn", "longrope", *(("proportional",) if proportional else ()))
+    if kind not in kinds:
         raise raw.unsupported(f"rope scaling {excerpt(kind)}")
     outside = raw.number("partial_rotary_factor", partial or 1.0)
     rotated = rope.number("partial_rotary_factor", outside)
+    theta = rope.number("rope_theta", raw.number("rope_theta", theta))
+    if kind == "proportional" and rotated <= 1:
+        turning = int(rotated * head_dim // 2)
+        return RopeConfig(theta=theta, kind=kind, dim=head_dim, factor=rope.number("factor", 1.0), turning=turning)
     if partial is None and (outside, rotated) != (1.0, 1.0):
         raise raw.unsupported("partial_rotary_factor")
     dim = int(head_dim * rotated)
     if rotated > 1 or dim < 2 or dim % 2:
         raise raw.unsupported(f"partial_rotary_factor = {rotated:g} of heads of {head_dim}")
-    theta = rope.number("rope_theta", raw.number("rope_theta", theta))
     plain = RopeConfig(theta=theta, kind=kind, dim=dim)
     if kind in ("default", "dynamic"):
         return plain

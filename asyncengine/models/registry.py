@@ -16,6 +16,7 @@ from asyncengine.models import (
     exaone4,
     gemma2,
     gemma3,
+    gemma4,
     glm,
     gpt2,
     granite,
@@ -62,6 +63,8 @@ class Family(NamedTuple):
     """Values of model_type, by which transformers chooses its class."""
     quantizable: bool = True
     """True if float8 kernels can serve the family: its norms are RMS norms and its activation is silu_mul."""
+    reads: tuple[str, ...] = ()
+    """Keys that the family implements, for which others have the value of ``_ONE_VALUE``."""
 
 
 FAMILIES = {
@@ -76,6 +79,9 @@ FAMILIES = {
     ),
     "Gemma2ForCausalLM": Family(gemma2.read_config, gemma2.Gemma2ForCausalLM, ("gemma2",), quantizable=False),
     "Gemma3ForCausalLM": Family(gemma3.read_config, gemma3.Gemma3ForCausalLM, ("gemma3_text",), quantizable=False),
+    "Gemma4ForCausalLM": Family(
+        gemma4.read_config, gemma4.Gemma4ForCausalLM, ("gemma4_text",), quantizable=False, reads=("per_layer_config",)
+    ),
     "Phi3ForCausalLM": Family(phi3.read_config, phi3.Phi3ForCausalLM, ("phi3",)),
     "SmolLM3ForCausalLM": Family(smollm3.read_config, smollm3.SmolLM3ForCausalLM, ("smollm3",)),
     "SeedOssForCausalLM": Family(seed_oss.read_config, seed_oss.SeedOssForCausalLM, ("seed_oss",)),
@@ -126,7 +132,7 @@ def _text_part(model_type: str, *architectures: str) -> Family:
 
     def read_config(raw: RawConfig) -> ModelConfig:
         text = raw.text_part()
-        _require_one_value(text)
+        _require_one_value(text, first.reads)
         kind = text.get("model_type", str, first.model_types[0])
         if kind not in kinds:
             raise text.unsupported(f"model_type = {excerpt(kind)}")
@@ -136,6 +142,7 @@ def _text_part(model_type: str, *architectures: str) -> Family:
 
 
 FAMILIES["Gemma3ForConditionalGeneration"] = _text_part("gemma3", "Gemma3ForCausalLM")
+FAMILIES["Gemma4ForConditionalGeneration"] = _text_part("gemma4", "Gemma4ForCausalLM")
 FAMILIES["Mistral3ForConditionalGeneration"] = _text_part("mistral3", "MistralForCausalLM", "Ministral3ForCausalLM")
 
 for _name, _causal in (
@@ -149,6 +156,8 @@ for _name, _causal in (
     ("Gemma2", "Gemma2ForCausalLM"),
     ("Gemma3Text", "Gemma3ForCausalLM"),
     ("Gemma3", "Gemma3ForConditionalGeneration"),
+    ("Gemma4Text", "Gemma4ForCausalLM"),
+    ("Gemma4", "Gemma4ForConditionalGeneration"),
     ("Phi3", "Phi3ForCausalLM"),
     ("SmolLM3", "SmolLM3ForCausalLM"),
     ("SeedOss", "SeedOssForCausalLM"),
@@ -162,7 +171,7 @@ for _name, _causal in (
     ("Glm", "GlmForCausalLM"),
     ("Glm4", "Glm4ForCausalLM"),
 ):
-    if _name not in ("Granite", "Cohere2"):  # transformers has no such class
+    if _name not in ("Granite", "Cohere2", "Gemma4Text", "Gemma4"):  # transformers has no such class
         FAMILIES[f"{_name}ForSequenceClassification"] = _classifier(FAMILIES[_causal])
     # Saved without a head, as embedding models are. The weights say whether there is one (``settle_head``).
     FAMILIES[f"{_name}Model"] = FAMILIES[_causal]
@@ -204,9 +213,9 @@ _ONE_VALUE: dict[str, Any] = {
 """Keys by which transformers changes the computation of any family, and the values that are implemented."""
 
 
-def _require_one_value(raw: RawConfig) -> None:
-    for key, value in _ONE_VALUE.items():
-        raw.require(key, value)
+def _require_one_value(raw: RawConfig, but: Iterable[str] = ()) -> None:
+    for key in _ONE_VALUE.keys() - set(but):
+        raw.require(key, _ONE_VALUE[key])
 
 
 def find_family(raw: RawConfig) -> tuple[str, Family]:
@@ -215,9 +224,9 @@ def find_family(raw: RawConfig) -> tuple[str, Family]:
     Raises UnsupportedModelError if there is none, if model_type names another family, or for keys that change the
     computation of any family.
     """
-    _require_one_value(raw)
     architectures = raw.get("architectures", list, [])
     name = next((name for name in architectures if isinstance(name, str) and name in FAMILIES), None)
+    _require_one_value(raw, FAMILIES[name].reads if name else ())
     if name is None:
         found = excerpt(architectures) if architectures else "none"
         names = ", ".join(name for name in FAMILIES if name.endswith(("ForCausalLM", "LMHeadModel")))

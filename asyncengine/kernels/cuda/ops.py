@@ -23,7 +23,7 @@ from asyncengine.kernels.cuda.linear.plan import Plan, fused_activation
 from asyncengine.kernels.cuda.linear.project import Projections
 from asyncengine.kernels.cuda.linear.residual import Residual
 from asyncengine.kernels.cuda.linear.tables import PlanTable
-from asyncengine.kernels.cuda.rows.activation import soft_cap_
+from asyncengine.kernels.cuda.rows.activation import activate_rows, soft_cap_
 from asyncengine.kernels.cuda.rows.lanes import HostLanes, exchange
 from asyncengine.kernels.cuda.rows.lookup import embed
 from asyncengine.kernels.cuda.rows.norms import norm_rows
@@ -140,6 +140,12 @@ class CudaOps:
         handle = handle.exact()
         return self._product(x, handle, self.choices.plan(handle.site(len(x), x.dtype)))
 
+    def rms_norm(self, x: Tensor, norm: Norm, batch: CudaBatch) -> Tensor:
+        return norm_rows(x, norm, pdl=self.options.pdl)
+
+    def activated(self, x: Tensor, activation: Activation, batch: CudaBatch) -> Tensor:
+        return activate_rows(x, activation, pdl=self.options.pdl)
+
     def experts(self, x: Tensor, routing: Routing, handle: Experts[CudaLinear], batch: CudaBatch) -> Tensor:
         """By libraries alone, each expert for all rows: no kernel is compiled, and nothing waits for the routing."""
 
@@ -183,6 +189,10 @@ class CudaOps:
     def keep_sampled(self, x: Tensor, residual: Residual, batch: CudaBatch) -> Tensor:
         """Drops nothing: a decode step is sampled from in every row, and ``logits`` reads but the rows it needs."""
         return x
+
+    def sampled_step(self, residual: Residual, batch: CudaBatch) -> tuple[CudaBatch, Tensor | None]:
+        """Drops nothing: a bucket's step has one size for all its layers."""
+        return batch, None
 
     def hidden(self, residual: Residual, norm: Norm, batch: CudaBatch) -> Tensor:
         index = None if batch.needs & Need.mean else batch.step.sample_index
