@@ -59,7 +59,7 @@ def test_a_prompt_costs_layers_that_share_one_row(checkpoint: Path) -> None:
 
 def test_a_gpu_is_refused_by_name(checkpoint: Path) -> None:
     ops: Any = SimpleNamespace(device=torch.device("cuda"))
-    with pytest.raises(ConfigError, match="Gemma4ForCausalLM runs with device=cpu alone yet.* heads of 16"):
+    with pytest.raises(ConfigError, match=r"Gemma4ForCausalLM runs with device=cpu alone yet.* heads of 16"):
         load_model(EngineConfig.from_kwargs(str(checkpoint), {}), ops)
 
 
