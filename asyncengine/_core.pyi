@@ -136,8 +136,7 @@ class StepBatch:
     num_tokens: Final[int]
     num_rows: Final[int]
     num_samples: Final[int]
-    num_lanes: Final[int]
-    """The last tokens, in which rows of the host cross."""
+    num_lanes: Final[int]  # the last tokens, in which rows of the host cross
     needs: Final[int]
     """Bits of Need of the sampled rows."""
     @property
@@ -166,6 +165,7 @@ class StepBatch:
         """[S] tokens whose logits are wanted."""
     means: Final[list[tuple[int, int, int]]]
     """Rows of Need.mean: row, slot, and the sample that gives the mean, or -1: more of the prompt is to come."""
+    def only_sampled(self) -> StepBatch: ...
     def block_table(self, row: int, num_blocks: int) -> npt.NDArray[np.int32]:
         """The first num_blocks block ids of a row; how many there are, the caller knows from its length."""
 

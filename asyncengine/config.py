@@ -196,6 +196,9 @@ class EngineConfig:
     process may use."""
     prefill_attention: Literal["native", "sdpa"] = "native"
     """CPU prefill. native is bit-exact whatever the chunking; sdpa is torch's scaled_dot_product_attention."""
+    fast_prefill: bool = True
+    """On the CPU, layers that share keys and values with earlier ones compute only those tokens of a prompt whose
+    logits are wanted; off: all tokens."""
 
     def __post_init__(self) -> None:
         check_types(self)

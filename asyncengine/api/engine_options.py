@@ -60,3 +60,4 @@ class EngineOptions(TypedDict, total=False):
     batch_invariant: bool
     cpu_threads: int | None
     prefill_attention: Literal["native", "sdpa"]
+    fast_prefill: bool

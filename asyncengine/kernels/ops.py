@@ -37,8 +37,10 @@ class HeadNorms(NamedTuple):
     q: Tensor
     """[D], or [num_heads * D] over all; in the model's dtype or in float32"""
     k: Tensor
-    """[D], or [Hk * D] over all"""
+    """[D], or [Hk * D] over all; not read where ``AttentionLayer.shares``"""
     eps: float
+    v: Tensor | None = None
+    """[D]: of the values over every head; None: values stay as they are"""
 
 
 class AttentionLayer(NamedTuple):
@@ -59,6 +61,8 @@ class AttentionLayer(NamedTuple):
     """float32 [max_positions]: factors on the queries by their positions; for layers without norms"""
     sinks: Tensor | None = None
     """float32 [num_heads]: a score of each query head that takes its part of the softmax and has no value"""
+    shares: bool = False
+    """The layer reads the keys and values that an earlier layer stored, and has queries alone."""
 
 
 class KVSpec(NamedTuple):
@@ -77,6 +81,13 @@ class KVSpec(NamedTuple):
     def width(self) -> int:
         """Numbers of a token in one plane."""
         return self.num_heads * self.head_dim
+
+
+class SharedSpec(NamedTuple):
+    """A layer that keeps nothing: it reads the keys and values of an earlier layer."""
+
+    layer: int
+    """Index of that layer, which has a KVSpec."""
 
 
 class LatentSpec(NamedTuple):
@@ -100,7 +111,7 @@ class StateSpec(NamedTuple):
 PagedSpec: TypeAlias = KVSpec | LatentSpec
 """A layer's part of the blocks of the cache."""
 
-CacheSpec: TypeAlias = PagedSpec | StateSpec
+CacheSpec: TypeAlias = PagedSpec | StateSpec | SharedSpec
 """State that a layer keeps between steps; a kind of cache is a member of this union, and one of ``LayerCache``."""
 
 
@@ -132,7 +143,7 @@ class LayerStates(NamedTuple):
 
 
 LayerCache: TypeAlias = LayerKVCache | LayerLatentCache | LayerStates
-"""The memory of what a layer keeps, as ``CacheSpec`` describes it."""
+"""The memory of what a layer keeps, as ``CacheSpec`` describes it; a layer with a SharedSpec has that of another."""
 
 
 StepT = TypeVar("StepT")
@@ -323,6 +334,12 @@ class Ops(Protocol[BatchT, ResidualT, HandleT]):
     def route(self, x: Tensor, router: HandleT, rule: RoutingRule, batch: BatchT) -> Routing:
         """The experts of the rows of x [T, K], by the products with the router's weights [E, K] in float32."""
 
+    def rms_norm(self, x: Tensor, norm: Norm, batch: BatchT) -> Tensor:
+        """The norm of the rows of x [M, H], where x is no residual."""
+
+    def activated(self, x: Tensor, activation: Activation, batch: BatchT) -> Tensor:
+        """x [M, N] activated; a gated activation takes gate and up side by side and halves N."""
+
     def experts(self, x: Tensor, routing: Routing, experts: Experts[HandleT], batch: BatchT) -> Tensor:
         """The results [T, H] of each row's experts for x [T, K], times their weights, added up in float32."""
 
@@ -354,7 +371,8 @@ class Ops(Protocol[BatchT, ResidualT, HandleT]):
         """Causal attention of a step over the cache, its own tokens included: [T, num_heads * D].
 
         heads [T, (num_heads + 2 Hk) * D] holds queries, keys and values side by side. Queries and keys are normed and
-        rotated, keys and values stored in the cache's slots of the step. May overwrite ``heads``.
+        rotated, keys and values stored in the cache's slots of the step. Where ``layer.shares``, heads
+        [T, num_heads * D] holds the queries alone, and the cache has their keys and values. May overwrite ``heads``.
         """
 
     def exchange(
@@ -371,6 +389,13 @@ class Ops(Protocol[BatchT, ResidualT, HandleT]):
         sampled from.
 
         The package may drop the others from the residual, and returns the rows of x that are still in it.
+        """
+
+    def sampled_step(self, residual: ResidualT, batch: BatchT) -> tuple[Any, Tensor | None]:
+        """Drop tokens before layers that store no keys and values: these layers need only those that are sampled from.
+
+        The package may drop the others from the residual. Returns the step of the tokens that are left, and their
+        indices int64 [S]; None if all are left.
         """
 
     def hidden(self, residual: ResidualT, norm: Norm | None, batch: BatchT) -> Tensor:

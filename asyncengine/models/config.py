@@ -8,18 +8,19 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from asyncengine.errors import ModelError, UnsupportedModelError
-from asyncengine.kernels.ops import Activation, CacheSpec, KVSpec, StateSpec
+from asyncengine.kernels.ops import Activation, CacheSpec, KVSpec, LatentSpec, SharedSpec
 from asyncengine.models.files import excerpt, read_config
-from asyncengine.models.rotary import RopeConfig, longrope_attention_factor, yarn_attention_factor
+from asyncengine.models.rotary import RopeConfig
 
 logger = logging.getLogger(__name__)
 
-_MISSING: Any = object()
+MISSING: Any = object()
+"""The default of a key that must be there."""
 
 MAX_POSITIONS = 1 << 24
 MAX_EOS_TOKENS = 64
@@ -27,12 +28,13 @@ MAX_EOS_TOKENS = 64
 _HIGHEST = {
     **dict.fromkeys(("num_hidden_layers", "n_layer"), 1 << 12),
     **dict.fromkeys(("num_attention_heads", "num_key_value_heads", "n_head", "head_dim"), 1 << 12),
+    **dict.fromkeys(("global_head_dim", "num_global_key_value_heads", "hidden_size_per_layer_input"), 1 << 12),
     **dict.fromkeys(("hidden_size", "n_embd"), 1 << 17),
     **dict.fromkeys(("intermediate_size", "n_inner", "moe_intermediate_size"), 1 << 20),
     "shared_expert_intermediate_size": 1 << 20,
-    **dict.fromkeys(("num_experts", "num_experts_per_tok", "decoder_sparse_step", "rotary_dim"), 1 << 12),
-    **dict.fromkeys(("n_routed_experts", "n_shared_experts"), 1 << 12),
-    "vocab_size": 1 << 22,
+    **dict.fromkeys(("num_experts", "num_experts_per_tok", "top_k_experts", "decoder_sparse_step"), 1 << 12),
+    **dict.fromkeys(("n_routed_experts", "n_shared_experts", "rotary_dim"), 1 << 12),
+    **dict.fromkeys(("vocab_size", "vocab_size_per_layer_input"), 1 << 22),
     **dict.fromkeys(("max_position_embeddings", "n_positions", "original_max_position_embeddings"), MAX_POSITIONS),
     "sliding_window": 2**31 - 1,
 }
@@ -58,11 +60,11 @@ class RawConfig:
     def load(cls, directory: Path) -> RawConfig:
         return cls(read_config(directory), str(directory / "config.json"))
 
-    def get(self, key: str, kind: type | tuple[type, ...], default: Any = _MISSING) -> Any:
+    def get(self, key: str, kind: type | tuple[type, ...], default: Any = MISSING) -> Any:
         """The value of ``key``. If it is absent or null, ``default``; without a default, ModelError."""
         value = self.values.get(key)
         if value is None:
-            if default is _MISSING:
+            if default is MISSING:
                 raise ModelError(f"{self.source} lacks {key!r}")
             return default
         kinds = kind if isinstance(kind, tuple) else (kind,)
@@ -71,7 +73,7 @@ class RawConfig:
             raise ModelError(f"{self.source}: {key!r} must be {wanted}, found {excerpt(value)}")
         return value
 
-    def integer(self, key: str, default: int = _MISSING) -> int:
+    def integer(self, key: str, default: int = MISSING) -> int:
         """A positive integer, at most the highest that is plausible for ``key``."""
         value = self.get(key, int, default)
         if value < 1:
@@ -80,7 +82,7 @@ class RawConfig:
             raise ModelError(f"{self.source}: {key!r} must be at most {_HIGHEST[key]}, found {excerpt(value)}")
         return int(value)
 
-    def number(self, key: str, default: float = _MISSING) -> float:
+    def number(self, key: str, default: float = MISSING) -> float:
         """A positive number in the range that is plausible for ``key``."""
         value = self.get(key, (int, float), default)
         low, high = _RANGE.get(key, _ANY_NUMBER)
@@ -216,6 +218,14 @@ class Mixture(NamedTuple):
     """The checkpoint's experts are in MXFP4."""
 
 
+class LayerInputs(NamedTuple):
+    """Embeddings of the tokens that each layer has for itself."""
+
+    size: int
+    """Elements of a token's row in one layer."""
+    vocab_size: int
+
+
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
     """The shape of a model, the same for every family."""
@@ -240,6 +250,13 @@ class ModelConfig:
     """Rotary positions of each layer; None: its queries and keys are not rotated."""
     query_growth: QueryGrowth | None = None
     mixture: Mixture | None = None
+    layer_inputs: LayerInputs | None = None
+    keys_are_values: bool = False
+    """The values of layers without a window are the keys before their norm: the checkpoint has one projection."""
+    norms_values: bool = False
+    """Values have an RMS norm without a weight."""
+    wide_sharing_mlp: bool = False
+    """Layers that share keys and values have MLPs of twice the intermediate size."""
     qkv_bias: bool = False
     output_bias: bool = False
     mlp_bias: bool = False
@@ -288,6 +305,25 @@ class ModelConfig:
         """
         return {rope for rope in self.layer_ropes if rope is not None or self.qk_norm}
 
+    def kv_spec(self, index: int) -> KVSpec | None:
+        """The keys and values that a layer reads, its own or those that it shares; None if it reads none."""
+        spec = self.layer_caches[index]
+        if isinstance(spec, SharedSpec):
+            spec = self.layer_caches[spec.layer]
+        return spec if isinstance(spec, KVSpec) else None
+
+    @property
+    def head_dims(self) -> tuple[int, ...]:
+        """Size of the heads of each layer."""
+        specs = map(self.kv_spec, range(self.num_layers))
+        return tuple(self.head_dim if spec is None else spec.head_dim for spec in specs)
+
+    @property
+    def first_sharing_layer(self) -> int:
+        """Index from which on no layer keeps anything: they share the keys and values of earlier ones."""
+        kept = (index for index, spec in enumerate(self.layer_caches) if not isinstance(spec, SharedSpec))
+        return max(kept, default=-1) + 1
+
     @property
     def kv_specs(self) -> list[KVSpec]:
         """The layers that keep keys and values, in order."""
@@ -296,12 +332,13 @@ class ModelConfig:
     @property
     def layer_windows(self) -> tuple[int, ...]:
         """Sliding window of each layer in tokens; 0: none."""
-        return tuple(spec.window if isinstance(spec, KVSpec) else 0 for spec in self.layer_caches)
+        specs = map(self.kv_spec, range(self.num_layers))
+        return tuple(0 if spec is None else spec.window for spec in specs)
 
     @property
     def longest_window(self) -> int:
         """Tokens that the layers with blocks in the cache see, the most that one does; 0: one sees all."""
-        paged = [spec for spec in self.layer_caches if not isinstance(spec, StateSpec)]
+        paged = [spec for spec in self.layer_caches if isinstance(spec, KVSpec | LatentSpec)]
         windows = [spec.window if isinstance(spec, KVSpec) else 0 for spec in paged]
         return max(windows, default=0) if all(windows) else 0
 
@@ -317,118 +354,6 @@ class ModelConfig:
         if self.labels:
             return "score", len(self.labels), self.hidden_size
         return "lm_head", self.vocab_size, self.hidden_size
-
-
-def read_rope(
-    raw: RawConfig, max_positions: int, head_dim: int, *, theta: float = 10_000.0, partial: float | None = None
-) -> RopeConfig:
-    """The rotary settings: rope_theta and rope_scaling or, from transformers 5 on, rope_parameters.
-
-    ``theta`` and ``partial`` are the family's defaults of rope_theta and partial_rotary_factor; without ``partial`` all
-    of a head is rotated.
-    """
-    scaling = raw.get("rope_scaling", dict, None) or raw.get("rope_parameters", dict, None) or {}
-    if any(isinstance(value, dict) for value in scaling.values()):
-        raise raw.unsupported("rope_parameters for each layer type")
-    rope = RawConfig(scaling, f"{raw.source}, rope scaling")
-    kind = rope.get("rope_type", str, None) or rope.get("type", str, "default")
-    if kind not in ("default", "linear", "dynamic", "llama3", "yarn", "longrope"):
-        raise raw.unsupported(f"rope scaling {excerpt(kind)}")
-    outside = raw.number("partial_rotary_factor", partial or 1.0)
-    rotated = rope.number("partial_rotary_factor", outside)
-    if partial is None and (outside, rotated) != (1.0, 1.0):
-        raise raw.unsupported("partial_rotary_factor")
-    dim = int(head_dim * rotated)
-    if rotated > 1 or dim < 2 or dim % 2:
-        raise raw.unsupported(f"partial_rotary_factor = {rotated:g} of heads of {head_dim}")
-    theta = rope.number("rope_theta", raw.number("rope_theta", theta))
-    plain = RopeConfig(theta=theta, kind=kind, dim=dim)
-    if kind in ("default", "dynamic"):
-        return plain
-    original = raw.integer(
-        "original_max_position_embeddings", rope.integer("original_max_position_embeddings", max_positions)
-    )
-    factor = rope.number("factor", max_positions / original if kind in ("yarn", "longrope") else _MISSING)
-    if kind not in ("llama3", "longrope") and factor * original > MAX_POSITIONS:
-        raise ModelError(
-            f"{rope.source}: 'factor' times the original positions must be at most {MAX_POSITIONS}, "
-            f"found {factor:g} times {original}"
-        )
-    scaled = replace(plain, factor=factor, original_max_positions=original)
-    match kind:
-        case "linear":
-            return scaled
-        case "yarn":
-            return _read_yarn(rope, scaled)
-        case "longrope":
-            return _read_longrope(rope, scaled)
-    low, high = rope.number("low_freq_factor"), rope.number("high_freq_factor")
-    if not low < high:
-        raise ModelError(f"{rope.source}: low_freq_factor {low} must be below high_freq_factor {high}")
-    return replace(scaled, low_freq_factor=low, high_freq_factor=high)
-
-
-def _read_yarn(rope: RawConfig, scaled: RopeConfig) -> RopeConfig:
-    # Files also write 0 for a scale that they do not have.
-    scales = [rope.number(key) if rope.get(key, (int, float), 0) else None for key in ("mscale", "mscale_all_dim")]
-    return replace(
-        scaled,
-        beta_fast=rope.number("beta_fast", 32.0),
-        beta_slow=rope.number("beta_slow", 1.0),
-        truncate=rope.flag("truncate", True),
-        attention_factor=rope.number("attention_factor", yarn_attention_factor(scaled.factor, *scales)),
-    )
-
-
-def _read_longrope(rope: RawConfig, scaled: RopeConfig) -> RopeConfig:
-    if scaled.original_max_positions < 2:
-        raise ModelError(f"{rope.source}: 'original_max_position_embeddings' must be at least 2 with longrope")
-    factors = []
-    for key in ("short_factor", "long_factor"):
-        values = rope.get(key, list)
-        if len(values) != scaled.dim // 2:
-            raise ModelError(f"{rope.source}: {key!r} must have {scaled.dim // 2} numbers, found {len(values)}")
-        factors.append(tuple(RawConfig({key: value}, rope.source).number(key) for value in values))
-    inferred = longrope_attention_factor(scaled.factor, scaled.original_max_positions)
-    return replace(
-        scaled,
-        short_factor=factors[0],
-        long_factor=factors[1],
-        attention_factor=rope.number("attention_factor", inferred),
-    )
-
-
-def rope_of_layer_type(raw: RawConfig, kind: str, theta: float) -> RawConfig:
-    """Return the config with the rotary settings of the layers of one type as those of all.
-
-    rope_parameters holds them by type; in older files rope_scaling is for "full_attention" alone. ``theta`` is the
-    type's default of rope_theta. For ``read_rope``.
-    """
-    by_type = raw.get("rope_parameters", dict, {})
-    if not all(isinstance(by_type.get(key, {}), dict | None) for key in LAYER_TYPES) or set(by_type) - set(LAYER_TYPES):
-        raise raw.unsupported("rope_parameters that are not for layer types")
-    own = {"rope_theta": theta} | (by_type.get(kind) or {})
-    if kind == "full_attention":
-        scaling = raw.get("rope_scaling", dict, {})
-        if "rope_type" not in scaling and scaling.get("type", "default") != "default":
-            # transformers overlooks the old key here, and reads the flag below in no layer type.
-            raise raw.unsupported("rope_scaling without rope_type in this family")
-        own |= scaling
-    RawConfig(own, f"{raw.source}, rope scaling").require("truncate", True)
-    return raw.changed({"rope_parameters": own, "rope_scaling": None, "original_max_position_embeddings": None})
-
-
-def scaled_positions(rope: RopeConfig, max_positions: int) -> int:
-    """Positions that a model with this scaling serves, where config.json says ``max_positions``.
-
-    Linear scaling and yarn serve ``factor`` times the original positions: original_max_position_embeddings, or
-    max_position_embeddings if that is absent. They serve max_position_embeddings where it is more, since it may state
-    the scaled length. With llama3 it always does. Dynamic scaling changes the frequencies of all positions, those in
-    the cache included, when a sequence exceeds max_position_embeddings: so it serves no more than these.
-    """
-    if rope.kind not in ("linear", "yarn"):
-        return max_positions
-    return max(max_positions, int(rope.factor * rope.original_max_positions))
 
 
 LAYER_TYPES = {"full_attention": False, "attention": False, "sliding_attention": True}

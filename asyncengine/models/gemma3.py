@@ -9,8 +9,9 @@ from dataclasses import replace
 from typing import Any
 
 from asyncengine.models import gemma2
-from asyncengine.models.config import ModelConfig, RawConfig, read_period, read_rope, rope_of_layer_type
+from asyncengine.models.config import ModelConfig, RawConfig, read_period
 from asyncengine.models.llama import LlamaForCausalLM
+from asyncengine.models.rope_settings import read_rope, rope_of_layer_type
 
 _DEFAULTS: dict[str, Any] = gemma2.DEFAULTS | {
     "vocab_size": 262_208,

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from asyncengine.kernels.ops import Activation, AttentionLayer, Handle, HeadNorms, KVSpec, ModelOps, Norm
-from asyncengine.models.config import ModelConfig, RawConfig, read_rope, require_full_attention, scaled_positions
+from asyncengine.models.config import ModelConfig, RawConfig, require_full_attention
 from asyncengine.models.decoder import (
     AttentionBlock,
     Decoder,
@@ -24,6 +25,7 @@ from asyncengine.models.decoder import (
     ParallelLayer,
 )
 from asyncengine.models.files import excerpt
+from asyncengine.models.rope_settings import read_rope, scaled_positions
 from asyncengine.models.rotary import head_order, rotary_table
 from asyncengine.models.weights.shard import Cut
 from asyncengine.models.weights.source import WeightSource
@@ -113,6 +115,11 @@ class LayerWeights:
         self.weights = weights
         self.ops = ops
 
+    @property
+    def name(self) -> str:
+        """Name of the layer's module."""
+        return f"model.layers.{self.index}"
+
     def linear(
         self,
         block: str,
@@ -122,17 +129,18 @@ class LayerWeights:
         *,
         bias: bool,
         fused: str | None = None,
+        stored_as: Mapping[str, str] = MappingProxyType({}),
         order: Tensor | None = None,
     ) -> Handle:
         """Projections ``sizes`` of one input, by name; side by side.
 
-        With ``fused`` the checkpoint has one of that name, which holds them one below another. The rows of all but
-        values ("v") take an ``order`` within each head.
+        With ``fused`` the checkpoint has one of that name, which holds them one below another; ``stored_as`` has the
+        names under which it has others. The rows of all but values ("v") take an ``order`` within each head.
         """
         total, first = sum(sizes.values()), 0
         matrices, biases = [], []
         for name, size in sizes.items():
-            module = f"model.layers.{self.index}.{block}.{fused or name}_proj"
+            module = f"model.layers.{self.index}.{block}.{fused or stored_as.get(name, name)}_proj"
             rows = (first, first + size) if fused else None
             how: Any = {"cut": cut, "rows": rows, "order": None if name == "v" else order}
             matrices.append(self.weights.weight(module, total if fused else size, in_size, **how))
@@ -224,7 +232,12 @@ class LlamaForCausalLM(Decoder):
     """
 
     def __init__(self, config: ModelConfig, weights: WeightSource, ops: ModelOps, max_positions: int) -> None:
-        tables = {rope: rotary_table(rope, config.head_dim, max_positions).to(ops.device) for rope in config.ropes}
+        kinds = list(zip(config.layer_ropes, config.head_dims, strict=True))
+        tables = {
+            (rope, dim): rotary_table(rope, dim, max_positions).to(ops.device)
+            for rope, dim in dict.fromkeys(kinds)
+            if rope in config.ropes
+        }
         _tell_of_long_factors(config, max_positions)
         scales = query_scales(config, max_positions)
         if scales is not None:
@@ -232,13 +245,8 @@ class LlamaForCausalLM(Decoder):
         table = weights.table(config.embedding, config.vocab_size, config.hidden_size)
         embedding = ops.make_embedding(table, tied=config.tie_word_embeddings)
         layers: list[Layer] = []
-        for index, rope in enumerate(config.layer_ropes):
-            layer = LayerWeights(config, index, weights, ops)
-            attention = attention_block(layer, tables.get(rope), scales)
-            if config.parallel_blocks:
-                layers.append(ParallelLayer(attention, mlp_block(layer, attention.norm)))
-            else:
-                layers.append(DecoderLayer(attention, self.feed_forward(layer)))
+        for index, kind in enumerate(kinds):
+            layers.append(self.layer(LayerWeights(config, index, weights, ops), tables.get(kind), scales))
         weight = weights.tensor("model.norm.weight", config.hidden_size)
         norm = make_norm(config, weight)
         head = embedding
@@ -257,6 +265,13 @@ class LlamaForCausalLM(Decoder):
             logit_scale=config.logit_scale,
             logit_softcap=config.logit_softcap,
         )
+
+    def layer(self, layer: LayerWeights, cos_sin: Tensor | None, query_scales: Tensor | None) -> Layer:
+        """A layer of the decoder; for relatives that have another."""
+        attention = attention_block(layer, cos_sin, query_scales)
+        if layer.config.parallel_blocks:
+            return ParallelLayer(attention, mlp_block(layer, attention.norm))
+        return DecoderLayer(attention, self.feed_forward(layer))
 
     def feed_forward(self, layer: LayerWeights) -> FeedForward:
         """The feed-forward block of a layer; for relatives that have another."""

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from asyncengine.models.config import ModelConfig, RawConfig, read_layer_windows, read_rope, rope_of_layer_type
+from asyncengine.models.config import ModelConfig, RawConfig, read_layer_windows
 from asyncengine.models.llama import LlamaForCausalLM
 from asyncengine.models.olmo2 import read_olmo_config
+from asyncengine.models.rope_settings import read_rope, rope_of_layer_type
 
 _THETA = 500_000.0
 

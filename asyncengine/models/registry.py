@@ -16,6 +16,7 @@ from asyncengine.models import (
     exaone4,
     gemma2,
     gemma3,
+    gemma4,
     glm,
     glm4_moe,
     gpt2,
@@ -72,6 +73,8 @@ class Family(NamedTuple):
     """Values of quant_method in quantization_config whose tensors the family reads."""
     num_parameters: int = 0
     """Parameters of the one model that modules of transformers compute; 0 for native code."""
+    reads: tuple[str, ...] = ()
+    """Keys that the family implements, for which others have the value of ``_ONE_VALUE``."""
 
 
 FAMILIES = {
@@ -92,6 +95,9 @@ FAMILIES = {
     ),
     "Gemma2ForCausalLM": Family(gemma2.read_config, gemma2.Gemma2ForCausalLM, ("gemma2",), quantizable=False),
     "Gemma3ForCausalLM": Family(gemma3.read_config, gemma3.Gemma3ForCausalLM, ("gemma3_text",), quantizable=False),
+    "Gemma4ForCausalLM": Family(
+        gemma4.read_config, gemma4.Gemma4ForCausalLM, ("gemma4_text",), quantizable=False, reads=("per_layer_config",)
+    ),
     "Phi3ForCausalLM": Family(phi3.read_config, phi3.Phi3ForCausalLM, ("phi3",)),
     "SmolLM3ForCausalLM": Family(smollm3.read_config, smollm3.SmolLM3ForCausalLM, ("smollm3",)),
     "SeedOssForCausalLM": Family(seed_oss.read_config, seed_oss.SeedOssForCausalLM, ("seed_oss",)),
@@ -142,7 +148,7 @@ def _text_part(model_type: str, *architectures: str) -> Family:
 
     def read_config(raw: RawConfig) -> ModelConfig:
         text = raw.text_part()
-        _require_one_value(text)
+        _require_one_value(text, first.reads)
         kind = text.get("model_type", str, first.model_types[0])
         if kind not in kinds:
             raise text.unsupported(f"model_type = {excerpt(kind)}")
@@ -152,6 +158,7 @@ def _text_part(model_type: str, *architectures: str) -> Family:
 
 
 FAMILIES["Gemma3ForConditionalGeneration"] = _text_part("gemma3", "Gemma3ForCausalLM")
+FAMILIES["Gemma4ForConditionalGeneration"] = _text_part("gemma4", "Gemma4ForCausalLM")
 FAMILIES["Mistral3ForConditionalGeneration"] = _text_part("mistral3", "MistralForCausalLM", "Ministral3ForCausalLM")
 
 for _name, _causal in (
@@ -171,6 +178,8 @@ for _name, _causal in (
     ("Gemma2", "Gemma2ForCausalLM"),
     ("Gemma3Text", "Gemma3ForCausalLM"),
     ("Gemma3", "Gemma3ForConditionalGeneration"),
+    ("Gemma4Text", "Gemma4ForCausalLM"),
+    ("Gemma4", "Gemma4ForConditionalGeneration"),
     ("Phi3", "Phi3ForCausalLM"),
     ("SmolLM3", "SmolLM3ForCausalLM"),
     ("SeedOss", "SeedOssForCausalLM"),
@@ -184,7 +193,8 @@ for _name, _causal in (
     ("Glm", "GlmForCausalLM"),
     ("Glm4", "Glm4ForCausalLM"),
 ):
-    if _name not in ("Granite", "Cohere2", "Olmoe", "Glm4Moe", "MiniMaxM2"):  # transformers has no such class
+    # transformers has no such class of some.
+    if _name not in ("Granite", "Cohere2", "Olmoe", "Glm4Moe", "MiniMaxM2", "Gemma4Text", "Gemma4"):
         FAMILIES[f"{_name}ForSequenceClassification"] = _classifier(FAMILIES[_causal])
     # Saved without a head, as embedding models are. The weights say whether there is one (``settle_head``).
     FAMILIES[f"{_name}Model"] = FAMILIES[_causal]
@@ -233,9 +243,9 @@ _ONE_VALUE: dict[str, Any] = {
 """Keys by which transformers changes the computation of any family, and the values that are implemented."""
 
 
-def _require_one_value(raw: RawConfig) -> None:
-    for key, value in _ONE_VALUE.items():
-        raw.require(key, value)
+def _require_one_value(raw: RawConfig, but: Iterable[str] = ()) -> None:
+    for key in _ONE_VALUE.keys() - set(but):
+        raw.require(key, _ONE_VALUE[key])
 
 
 ModelImpl = Literal["auto", "native", "transformers"]
@@ -281,7 +291,8 @@ def find_family(raw: RawConfig) -> tuple[str, Family]:
         )
     family = FAMILIES[name]
     packing = raw.get("quantization_config", dict, {}).get("quant_method")
-    _require_one_value(raw.changed({"quantization_config": None}) if packing in family.packings else raw)
+    packed = ("quantization_config",) if packing in family.packings else ()
+    _require_one_value(raw, (*family.reads, *packed))
     kind = raw.get("model_type", str, None)
     if kind not in family.model_types and any(kind in other.model_types for other in FAMILIES.values()):
         raise raw.unsupported(f"model_type = {excerpt(kind)} with architecture {name}")

@@ -28,6 +28,8 @@ class RopeConfig:
     truncate: bool = True
     attention_factor: float = 1.0
     """Factor on cosines and sines; yarn and longrope only."""
+    turning: int = 0
+    """proportional: pairs of elements that turn, the first ones; the other pairs have frequency 0."""
     short_factor: tuple[float, ...] = ()
     """longrope: divisors of the frequencies in a context of at most ``original_max_positions``, [dim / 2]."""
     long_factor: tuple[float, ...] = ()
@@ -74,6 +76,8 @@ def _frequencies(rope: RopeConfig, max_positions: int) -> Tensor:
             return plain
         case "linear":
             return plain / rope.factor
+        case "proportional":
+            return torch.where(torch.arange(dim // 2) < rope.turning, plain / rope.factor, 0)
         case "llama3":
             return _llama3(rope, plain)
         case "yarn":

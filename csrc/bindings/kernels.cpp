@@ -131,6 +131,9 @@ void bind_step_batch(py::module_& m) {
                                return rows;
                              })
       .def(
+          "only_sampled", [](const StepBatch& batch) { return std::make_shared<StepBatch>(only_sampled(batch)); },
+          py::keep_alive<0, 1>())
+      .def(
           "block_table",
           [](const py::object& owner, int32_t row, py::ssize_t num_blocks) {
             const StepBatch& batch = owner.cast<const StepBatch&>();

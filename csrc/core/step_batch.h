@@ -1,6 +1,7 @@
 // A step as a host executor sees it: flat arrays derived from a StepInput and the executor's per-slot state.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <span>
 #include <vector>
@@ -97,5 +98,28 @@ struct StepBatch {
   std::vector<MeanRow> means;
   std::vector<SlotEntries> entries;  // of slots that are newly filled and have some
 };
+
+// The step of the sampled tokens alone, each a row of one token over keys and values that are in the cache. It has no samples
+// to draw, and block tables of `batch`.
+inline StepBatch only_sampled(const StepBatch& batch) {
+  StepBatch out;
+  out.num_tokens = out.num_rows = out.num_samples = batch.num_samples;
+  out.needs = batch.needs;
+  out.query_start.push_back(0);
+  for (const int64_t index : batch.sample_index) {
+    const auto token = static_cast<size_t>(index);
+    const auto row = static_cast<size_t>(std::ranges::upper_bound(batch.query_start, index) - batch.query_start.begin() - 1);
+    out.input_ids.push_back(batch.input_ids[token]);
+    out.positions.push_back(batch.positions[token]);
+    out.slot_mapping.push_back(batch.slot_mapping[token]);
+    out.sample_index.push_back(out.query_start.back());
+    out.query_start.push_back(out.query_start.back() + 1);
+    out.context_len.push_back(static_cast<int32_t>(batch.positions[token]));
+    out.slots.push_back(batch.slots[row]);
+    out.block_tables.push_back(batch.block_tables[row]);
+    if (!batch.adapters.empty()) out.adapters.push_back(batch.adapters[row]);
+  }
+  return out;
+}
 
 }  // namespace asyncengine

@@ -103,7 +103,7 @@ def test_greedy_tokens_equal_transformers(checkpoints, variant):
 VARIED = [
     "gpt2", "llama-odd-heads-biased", "mistral-window", "qwen3", "gemma2", "gemma3", "phi3-longrope", "smollm3",
     "seed-oss", "ministral3", "olmo2", "olmo3-yarn", "exaone4", "granite", "cohere2", "glm", "glm4",
-    "qwen3-moe",
+    "qwen3-moe", "gemma4-shared", "gemma4-experts",
 ]  # fmt: skip
 MACHINERY: dict[str, dict[str, Any]] = {
     "together": {},

@@ -281,7 +281,7 @@ def test_a_work_list_comes_to_what_separate_kernels_do(device: torch.device, flo
             step.positions[int(step.row_query_start[row])] = context
     heads = heads[: step.num_tokens]
     assert decode.norms is not None
-    q_norm, k_norm, eps = decode.norms
+    q_norm, k_norm, eps = decode.norms[:3]
     rotary_store_kv(
         heads, case.shape.num_heads, q_norm, k_norm, eps, decode.cos_sin, step.positions, step.slot_mapping, separate_k,
         separate_v, scales=decode.world.scales,

@@ -178,7 +178,7 @@ class Behind:
             return heads[0].cpu()
         shape = (1, keys, 16, self.case.dim)
         k, v = (torch.zeros(shape, dtype=self.dtype, device=heads.device) for _ in range(2))
-        q_norm, k_norm, eps = self.layer.norms or (None, None, 0.0)
+        q_norm, k_norm, eps = (self.layer.norms or (None, None, 0.0))[:3]
         at = torch.tensor([position], dtype=torch.int32, device=heads.device)
         place = torch.zeros(1, dtype=torch.int64, device=heads.device)
         rotary_store_kv(heads, queries, q_norm, k_norm, eps, self.layer.cos_sin, at, place, k, v)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -40,6 +41,7 @@ SOURCES = {
     "gpt-oss": ["gpt_oss"],
     "gemma2": ["gemma2"],
     "gemma3": ["gemma3"],
+    "gemma4-experts": ["gemma4"],
     "phi3-longrope": ["phi3"],
     "smollm3": ["smollm3"],
     "seed-oss": ["seed_oss"],
@@ -90,6 +92,10 @@ NOT_IN_FILES = {"is_encoder_decoder", "eos_token_id", "bos_token_id", "is_hetero
 """The ends are read apart, and the others are no keys of a file."""
 
 
+_SENSES = re.compile("Gemma4(Vision|Audio|Clippable|Model$|ForConditionalGeneration)")
+"""Classes of models for images and sounds, beside their language model."""
+
+
 class Recording(dict[str, Any]):
     """A mapping that records the keys that were looked at."""
 
@@ -124,6 +130,7 @@ class Recording(dict[str, Any]):
 def keys_read(path: Path) -> set[str]:
     """Attributes of a configuration that a source file of transformers reads."""
     tree = ast.parse(path.read_text())
+    tree.body = [node for node in tree.body if not isinstance(node, ast.ClassDef) or not _SENSES.match(node.name)]
     called = {id(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call)}
     return {key for node in ast.walk(tree) if id(node) not in called for key in _keys(node) if key[0] != "_"}
 
@@ -351,6 +358,13 @@ SLIDING = ["sliding_attention"] * 3
         ),
         ("gemma2", {"use_bidirectional_attention": True}, "use_bidirectional_attention"),
         ("gemma3", {"use_bidirectional_attention": True}, "use_bidirectional_attention"),
+        ("gemma4", {"use_bidirectional_attention": "all"}, "use_bidirectional_attention = 'all'"),
+        ("gemma4", {"per_layer_config": {"1": {"sliding_window": 3}}}, "per_layer_config = .* of layer 1"),
+        ("gemma4", {"per_layer_config": {"3": {"head_dim": 8}}}, "per_layer_config = "),
+        ("gemma4", {"per_layer_config": {"0": {"num_key_value_heads": 4}}}, "4 key-value heads of 8 in layer 0"),
+        ("gemma4", {"num_kv_shared_layers": 2}, "num_kv_shared_layers = 2 of layers without a like before them"),
+        ("gemma4-shared", {"vocab_size_per_layer_input": 5}, "vocab_size_per_layer_input = 5 below vocab_size"),
+        ("gemma4-experts", {"top_k_experts": 8}, "top_k_experts = 8 of 7 experts"),
         ("gemma3", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping = 50.0"),
         ("gemma3", {"rope_parameters": ROPE}, "rope_parameters that are not for layer types"),
         (

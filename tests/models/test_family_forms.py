@@ -28,6 +28,8 @@ from tests.models.test_config_keys import log_probabilities
 VARIANTS = [
     "gemma2",
     "gemma3",
+    "gemma4-shared",
+    "gemma4-experts",
     "phi3",
     "smollm3",
     "seed-oss",
@@ -46,7 +48,7 @@ VARIANTS = [
     "minimax-m2",
     "gpt-oss",
 ]
-UNLABELLED = {"granite", "cohere2", "olmoe", "glm4-moe", "minimax-m2"}
+UNLABELLED = {"granite", "cohere2", "olmoe", "glm4-moe", "minimax-m2", "gemma4-shared", "gemma4-experts"}
 """transformers has no classification model of these."""
 PROMPT = [(11 * i + 5) % tiny.VOCAB_SIZE for i in range(30)]
 
@@ -123,11 +125,12 @@ def test_the_shape_of_each_family_by_default_has_as_many_parameters_as_in_transf
     with torch.device("meta"):
         theirs = kind(config)
     short = {"architectures": [kind.__name__], "num_hidden_layers": 3}
-    values = short if family in ("Gemma2", "Gemma3") else config.to_dict() | short
+    values = short if family in ("Gemma2", "Gemma3", "Gemma4") else config.to_dict() | short
     raw, counter = RawConfig(values, "config.json"), Counter()
     chosen = find_family(raw)[1]
     chosen.build(chosen.read_config(raw), WeightSource(cast(Any, counter)), ReferenceOps(), 16)
-    assert sum(counter.counts.values()) == sum(parameter.numel() for parameter in theirs.parameters())
+    scalars = sum(name.endswith("layer_scalar") for name, _ in theirs.named_buffers())
+    assert sum(counter.counts.values()) == sum(parameter.numel() for parameter in theirs.parameters()) + scalars
 
 
 # ---- The language model of a model for images ----
@@ -146,6 +149,8 @@ def model_for_images(kind: str) -> Any:
         config = transformers.Gemma3Config(
             text_config=text, vision_config=VISION, mm_tokens_per_image=4, image_token_index=198
         )
+    elif kind == "gemma4-shared":
+        config = transformers.Gemma4Config(text_config=text, vision_config=VISION | {"model_type": "gemma4_vision"})
     else:
         config = transformers.Mistral3Config(
             text_config=text | {"model_type": "ministral3" if kind == "ministral3" else "mistral"},
@@ -181,7 +186,7 @@ PUBLISHED = {
 
 
 @pytest.mark.parametrize("names", [{}, PUBLISHED], ids=["transformers", "published"])
-@pytest.mark.parametrize("kind", ["gemma3", "ministral3", "mistral-window"])
+@pytest.mark.parametrize("kind", ["gemma3", "gemma4-shared", "ministral3", "mistral-window"])
 def test_text_of_a_model_for_images(
     tmp_path: Path, kind: str, names: dict[str, str], caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -55,9 +55,11 @@ class BaseOps(Ops[StepBatch, Residual, HandleT]):
     # Scores of neighbouring tokens are neighbours, and so a vector.
     transposed_keys = True
 
-    def __init__(self, prefill_attention: PrefillAttention = "native") -> None:
-        """``prefill_attention`` is as in EngineConfig: which kernel attends for rows of several tokens."""
+    def __init__(self, prefill_attention: PrefillAttention = "native", *, fast_prefill: bool = True) -> None:
+        """``prefill_attention``, which kernel attends for rows of several tokens, and ``fast_prefill`` are as in
+        EngineConfig."""
         self._by_sdpa = prefill_attention == "sdpa"
+        self._fast_prefill = fast_prefill
         self.reduction: Reduction | None = None
         self.lanes: CpuLanes | None = None
         """Lanes through which rows that decode on the host pass queries and results."""
@@ -148,6 +150,12 @@ class BaseOps(Ops[StepBatch, Residual, HandleT]):
     def route(self, x: Tensor, router: HandleT, rule: RoutingRule, batch: StepBatch) -> Routing:
         return experts.choose_experts(self.multiply(x, router, batch, torch.float32), rule)
 
+    def rms_norm(self, x: Tensor, norm: Norm, batch: StepBatch) -> Tensor:
+        return self.norm(x, norm)
+
+    def activated(self, x: Tensor, activation: Activation, batch: StepBatch) -> Tensor:
+        return self.activate(x, activation)
+
     def experts(self, x: Tensor, routing: Routing, handle: Experts[HandleT], batch: StepBatch) -> Tensor:
         def block(index: int, rows: Tensor) -> Tensor:
             inner = self.activate(self.multiply(rows, handle.up[index], batch), handle.activation)
@@ -201,18 +209,22 @@ class BaseOps(Ops[StepBatch, Residual, HandleT]):
         """Everything of ``attention`` that precedes it: queries and keys are normed and rotated in place."""
         heads, layer = call.heads, call.layer
         self.prepare_heads(heads, heads.shape[2], layer, call.step)
-        _, k, v = split_heads(heads, layer.num_heads)
-        self.store_kv(k, v, call.cache, call.step)
+        if not layer.shares:
+            _, k, v = split_heads(heads, layer.num_heads)
+            self.store_kv(k, v, call.cache, call.step)
 
     def prepare_heads(self, heads: Tensor, head_dim: int, layer: AttentionLayer, batch: StepBatch) -> None:
-        """Norm and rotate queries and keys in place, as the layer says."""
+        """Norm and rotate queries and keys in place, and norm values, as the layer says."""
         if layer.norms is None and layer.cos_sin is None and layer.query_scales is None:
             return
-        q, k, _ = split_heads(heads.view(heads.shape[0], -1, head_dim), layer.num_heads)
+        q, k, v = split_heads(heads.view(heads.shape[0], -1, head_dim), layer.num_heads)
         if layer.norms is not None:
-            for x, weight in ((q, layer.norms.q), (k, layer.norms.k)):
+            eps = layer.norms.eps
+            for x, weight in ((q, layer.norms.q),) if layer.shares else ((q, layer.norms.q), (k, layer.norms.k)):
                 # A norm over all heads takes them for one.
-                self.head_rms_norm_(x.view(len(x), -1, len(weight)), weight, layer.norms.eps)
+                self.head_rms_norm_(x.view(len(x), -1, len(weight)), weight, eps)
+            if layer.norms.v is not None and not layer.shares:
+                self.head_rms_norm_(v, layer.norms.v, eps)
         if layer.cos_sin is not None:
             self.rotary_(q, k, layer.cos_sin, self.positions(batch))
         if layer.query_scales is not None:
@@ -233,6 +245,13 @@ class BaseOps(Ops[StepBatch, Residual, HandleT]):
         assert residual.pending is None
         residual.x = sampled(residual, batch).x
         return x[torch.from_numpy(batch.sample_index)]
+
+    def sampled_step(self, residual: Residual, batch: StepBatch) -> tuple[StepBatch, Tensor | None]:
+        if not self._fast_prefill or batch.num_samples == batch.num_tokens or batch.needs & Need.mean:
+            return batch, None
+        self.plain(residual, batch)
+        residual.x = sampled(residual, batch).x
+        return batch.only_sampled(), torch.from_numpy(batch.sample_index)
 
     def hidden(self, residual: Residual, norm: Norm | None, batch: StepBatch) -> Tensor:
         wanted = residual if batch.needs & Need.mean else self._sampled(residual, batch)

@@ -66,8 +66,15 @@ class CpuOps(BaseOps[CpuLinearHandle | UnpackedHandle]):
     A tensor of another dtype, shape or layout raises ValueError.
     """
 
-    def __init__(self, num_threads: int, isa: str = "auto", *, prefill_attention: PrefillAttention = "native") -> None:
-        super().__init__(prefill_attention)
+    def __init__(
+        self,
+        num_threads: int,
+        isa: str = "auto",
+        *,
+        prefill_attention: PrefillAttention = "native",
+        fast_prefill: bool = True,
+    ) -> None:
+        super().__init__(prefill_attention, fast_prefill=fast_prefill)
         self._native = CpuKernels(num_threads, isa)
         self._caches: dict[int, _Cache] = {}  # by the id of the keys
         self._results = ResultPool()
@@ -396,7 +403,7 @@ class CpuOps(BaseOps[CpuLinearHandle | UnpackedHandle]):
 
     def attention(self, heads: Tensor, layer: AttentionLayer, cache: LayerKVCache, batch: StepBatch) -> Tensor:
         """``store_heads`` and ``paged_attention`` of contiguous heads. The next call writes the same memory."""
-        if self._by_sdpa:
+        if self._by_sdpa or layer.shares:
             return super().attention(heads, layer, cache, batch)
         seen = self._cache(cache, heads.dtype)
         if seen.layer is not layer:

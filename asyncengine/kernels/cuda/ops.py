@@ -26,7 +26,7 @@ from asyncengine.kernels.cuda.linear.plan import Plan, fused_activation
 from asyncengine.kernels.cuda.linear.project import Projections
 from asyncengine.kernels.cuda.linear.residual import Residual
 from asyncengine.kernels.cuda.linear.tables import PlanTable
-from asyncengine.kernels.cuda.rows.activation import soft_cap_
+from asyncengine.kernels.cuda.rows.activation import activate_rows, soft_cap_
 from asyncengine.kernels.cuda.rows.lanes import HostLanes, exchange
 from asyncengine.kernels.cuda.rows.lookup import embed
 from asyncengine.kernels.cuda.rows.norms import norm_rows
@@ -167,6 +167,12 @@ class CudaOps:
         logits = as_tensor(self._projections.project(operand, router, plan, dtype=torch.float32))
         return choose_experts(logits, rule, pdl=self.options.pdl)
 
+    def rms_norm(self, x: Tensor, norm: Norm, batch: CudaBatch) -> Tensor:
+        return norm_rows(x, norm, pdl=self.options.pdl)
+
+    def activated(self, x: Tensor, activation: Activation, batch: CudaBatch) -> Tensor:
+        return activate_rows(x, activation, pdl=self.options.pdl)
+
     def experts(self, x: Tensor, routing: Routing, experts: Experts[CudaLinear], batch: CudaBatch) -> Tensor:
         [down] = experts.down
         out = empty_rows(len(x), down.out_features // experts.count, x.dtype, x.device)
@@ -223,6 +229,10 @@ class CudaOps:
     def keep_sampled(self, x: Tensor, residual: Residual, batch: CudaBatch) -> Tensor:
         """Drops nothing: a decode step is sampled from in every row, and ``logits`` reads but the rows it needs."""
         return x
+
+    def sampled_step(self, residual: Residual, batch: CudaBatch) -> tuple[CudaBatch, Tensor | None]:
+        """Drops nothing: a bucket's step has one size for all its layers."""
+        return batch, None
 
     def hidden(self, residual: Residual, norm: Norm | None, batch: CudaBatch) -> Tensor:
         index = None if batch.needs & Need.mean else batch.step.sample_index

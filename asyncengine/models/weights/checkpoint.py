@@ -32,8 +32,8 @@ MAX_HEADER_BYTES = 32 << 20
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 # Buffers that old checkpoints carry along, and heads that are tied to the embedding.
 _HARMLESS = re.compile(r"rotary_emb\.inv_freq$|attn\.(masked_)?bias$|^(language_model\.)?lm_head\.weight$")
-_IMAGES = re.compile(r"^(model\.)?(vision_tower|multi_modal_projector)\.")
-"""Names of the tensors by which a model sees images, beside its language model."""
+_IMAGES = re.compile(r"^(model\.)?(vision_tower|multi_modal_projector|embed_vision|audio_tower|embed_audio)\.")
+"""Names of the tensors by which a model sees images or hears, beside its language model."""
 _TRUNK = re.compile(r"^(model|transformer)\.")
 _PAGE = 4096
 _CPU = torch.device("cpu")

@@ -27,6 +27,7 @@ from asyncengine.kernels.ops import (
     LayerStates,
     Ops,
     PagedSpec,
+    SharedSpec,
     StateSpec,
 )
 from asyncengine.machine import available_memory
@@ -81,7 +82,7 @@ def num_state_slots(config: EngineConfig, model: ModelConfig) -> int:
 
 
 def _paged(specs: Sequence[CacheSpec]) -> list[PagedSpec]:
-    return [spec for spec in specs if not isinstance(spec, StateSpec)]
+    return [spec for spec in specs if isinstance(spec, KVSpec | LatentSpec)]
 
 
 def choose_num_blocks(
@@ -245,6 +246,8 @@ def _layers(
     remaining, number = iter(states), 0
     for spec in model.layer_caches:
         match spec:
+            case SharedSpec():
+                layers.append(layers[spec.layer])
             case StateSpec():
                 layers.append(LayerStates(next(remaining)))
             case LatentSpec():
@@ -260,7 +263,7 @@ def _layers(
 
 def without_memory(model: ModelConfig, device: torch.device) -> list[LayerCache]:
     """Return caches of the layers that hold nothing, for a run of a model whose attention computes nothing."""
-    return [_without_memory(spec, device) for spec in model.layer_caches]
+    return [_without_memory(model.kv_spec(i) or spec, device) for i, spec in enumerate(model.layer_caches)]
 
 
 def _without_memory(spec: CacheSpec, device: torch.device) -> LayerCache:

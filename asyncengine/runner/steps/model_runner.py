@@ -194,6 +194,11 @@ def check_layers(config: EngineConfig, architecture: str, model: ModelConfig, op
                 f"some layers of {architecture} keep a state, which disk_kv_path does not: a prefix from the disk is "
                 "of no use without it"
             )
+    if ops.device.type == "cuda" and model.norms_values:
+        raise ConfigError(
+            f"{architecture} runs with device=cpu alone yet: no GPU kernel has its heads of {max(model.head_dims)} and "
+            "its norms of values"
+        )
     if config.float8_cache and not model.has_alike_layers:
         raise ConfigError(
             f"kv_cache_dtype=fp8 needs layers that all keep keys and values of one shape, and those of {architecture} "
@@ -310,7 +315,7 @@ class CpuModelRunner:
 
 def cpu_ops(config: EngineConfig) -> CpuOps:
     """The native kernels with the threads and the attention of prompts that the configuration names."""
-    return CpuOps(config.num_threads, prefill_attention=config.prefill_attention)
+    return CpuOps(config.num_threads, prefill_attention=config.prefill_attention, fast_prefill=config.fast_prefill)
 
 
 def choose_max_model_len(config: EngineConfig, model: ModelConfig) -> int:
@@ -338,7 +343,7 @@ def _check_memory_beside_cache(config: EngineConfig, model: ModelConfig, max_mod
     of_sequence += 4 * steps * record_words(config.max_logprobs)
     needed = config.max_num_seqs * of_sequence + config.max_num_batched_tokens * steps * 8
     if model.ropes:
-        needed += max_model_len * model.head_dim * (4 * len(model.ropes) + 6)
+        needed += max_model_len * max(model.head_dims) * (4 * len(model.ropes) + 6)
     total = total_memory()
     if needed > total // 2:
         raise ConfigError(

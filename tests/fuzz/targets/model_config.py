@@ -70,8 +70,8 @@ def read() -> None:
     model = family.read_config(raw)
     read_eos_token_ids(DIRECTORY, raw, model.vocab_size)
     choose_dtype("auto", raw.dtype)
-    for rope in model.ropes:
-        rotary_table(rope, model.head_dim, min(model.max_positions, 16))
+    for rope, dim in set(zip(model.layer_ropes, model.head_dims, strict=True)):
+        rotary_table(rope, dim, min(model.max_positions, 16))
 
 
 def config(source: Source) -> dict[str, Any]:

@@ -114,7 +114,7 @@ def run(launch: Launch, call: KernelCall) -> None:
 def surroundings(call: KernelCall) -> tuple[Tensor, Tensor, float, Tensor]:
     """Norms of queries and keys, their eps, cosines and sines, as a kernel takes them: heads where there are none."""
     heads, cos_sin = call.heads, call.layer.cos_sin
-    return *(call.layer.norms or (heads, heads, 0.0)), heads if cos_sin is None else cos_sin
+    return *(call.layer.norms or (heads, heads, 0.0))[:3], heads if cos_sin is None else cos_sin
 
 
 def check_heads(call: KernelCall) -> None:

@@ -81,7 +81,7 @@ def prepare(call: KernelCall) -> None:
         _, k, v = split_heads(heads, layer.num_heads)
         store_kv(k, v, step.slot_mapping, k_cache, v_cache, scales=scales, pdl=call.pdl)
         return
-    q_norm, k_norm, eps = layer.norms or (None, None, 0.0)
+    q_norm, k_norm, eps = (layer.norms or (None, None, 0.0))[:3]
     rotary_store_kv(
         heads, layer.num_heads, q_norm, k_norm, eps, layer.cos_sin, step.positions, step.slot_mapping, k_cache,
         v_cache, scales=scales, pdl=call.pdl,

@@ -115,7 +115,7 @@ def exchange(
     half_tile = triton.next_power_of_2(dim // 2)
     head_tile = min(triton.next_power_of_2(all_heads), max(1, _HEAD_TILE // half_tile))
     head_parts = triton.cdiv(all_heads, head_tile)
-    q_norm, k_norm, eps = layer.norms or (heads, heads, 0.0)
+    q_norm, k_norm, eps = (layer.norms or (heads, heads, 0.0))[:3]
     _exchange_kernel[(num_lanes, head_parts + triton.cdiv(max(columns, width), _COLUMNS))](
         heads,
         q_norm,
