@@ -14,6 +14,7 @@ import gc
 import os
 import random
 import sys
+import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -33,6 +34,25 @@ BANDWIDTH = 4.4e12
 """Bytes per second: reads of device memory, measured on the H200."""
 ELEMENT_BYTES = 2
 """bfloat16, of weights and KV"""
+
+
+COPIED_BYTES = {"cuda": 4 << 30, "cpu": 256 << 20}
+COPIES = 10
+
+
+def measured_bandwidth(device: str, size: int | None = None) -> float:
+    """Bytes per second of device memory, read and written, in the fastest of some copies."""
+    import torch
+
+    source = torch.ones(size or COPIED_BYTES[device], dtype=torch.uint8, device=device)
+    target, seconds = torch.empty_like(source), []
+    for _ in range(COPIES):
+        start = time.perf_counter()
+        target.copy_(source)
+        if device == "cuda":
+            torch.cuda.synchronize()
+        seconds.append(time.perf_counter() - start)
+    return 2 * len(source) / min(seconds)
 
 
 # ---- models ----

@@ -1,7 +1,7 @@
 """bench/kernels.py experts: a layer's mixture of experts, of random weights and rows that are routed nearly evenly.
 
-The floor is the time to read the weights of the experts that are hit once, at the bandwidth that reading a large buffer
-reaches on the card. Every call has rows of its own, and calls take the weights of two layers in turn. A router is
+The floor is the time to read the weights of the experts that are hit once, at the bandwidth that copies of
+device memory reach. Every call has rows of its own, and calls take the weights of two layers in turn. A router is
 multiplied by the plan of its site, which is cuBLAS as long as no start has measured another.
 """
 
@@ -14,7 +14,7 @@ from functools import partial
 from typing import NamedTuple
 
 import torch
-from gpu_common import ELEMENT_BYTES
+from gpu_common import ELEMENT_BYTES, measured_bandwidth
 from kernel_timing import Line, Lines, Timer
 from torch import Tensor
 
@@ -81,10 +81,8 @@ def lines(args: argparse.Namespace, timer: Timer) -> Lines:
     on_gpu = timer.device.type == "cuda"
     table = PlanTable.load(torch.cuda.get_device_name()) if on_gpu else PlanTable()
     ops = CudaOps(timer.device, CudaOptions(table, args.pdl, gpu=examine(timer.device)))
-    large = torch.zeros(1 << (30 if on_gpu else 12), dtype=torch.int32, device=timer.device)
-    bandwidth = large.nbytes / (timer.us([large.sum] * 2) * 1e-6)
-    print(f"  reading {large.nbytes / 1e9:.1f} GB: {bandwidth / 1e12:.2f} TB/s", flush=True)
-    del large
+    bandwidth = measured_bandwidth(timer.device.type)
+    print(f"  copies of device memory: {bandwidth / 1e12:.2f} TB/s", flush=True)
     for name in args.shape if set(args.shape) <= MIXTURES.keys() else MIXTURES:
         size = MIXTURES[name] if on_gpu else Mixture(8, 2, 64, 32)
         for quantization in ("none", "fp8"):

@@ -13,23 +13,18 @@ from __future__ import annotations
 import argparse
 import asyncio
 import random
-import time
 from collections.abc import Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
 import decode
-import torch
-from gpu_common import PROMPT_LEN, SHAPES_DIR, add_engine_options, decode_bytes, opened, read_model
+from gpu_common import PROMPT_LEN, SHAPES_DIR, add_engine_options, decode_bytes, measured_bandwidth, opened, read_model
 
 from asyncengine import AsyncEngine, ConfigError
 from asyncengine.cli.benchmarks import report
 from asyncengine.cli.benchmarks.report import Figure
 from asyncengine.cli.embed import loop_factory
 from asyncengine.models.config import ModelConfig
-
-COPIED_BYTES = {"cuda": 4 << 30, "cpu": 256 << 20}
-COPIES = 10
 
 
 def main() -> None:
@@ -57,19 +52,6 @@ def main() -> None:
     finally:  # what was measured is kept
         if results:
             save(results, bandwidth, args)
-
-
-def measured_bandwidth(device: str, size: int | None = None) -> float:
-    """Bytes per second of device memory, read and written, in the fastest of some copies."""
-    source = torch.ones(size or COPIED_BYTES[device], dtype=torch.uint8, device=device)
-    target, seconds = torch.empty_like(source), []
-    for _ in range(COPIES):
-        start = time.perf_counter()
-        target.copy_(source)
-        if device == "cuda":
-            torch.cuda.synchronize()
-        seconds.append(time.perf_counter() - start)
-    return 2 * len(source) / min(seconds)
 
 
 async def measure(shape: str, args: argparse.Namespace) -> dict[str, Any]:

@@ -70,7 +70,6 @@ class CudaRunner:
         self._device = device
         self._buffers = buffers
         self.cuda_stream = torch.cuda.Stream(device.index)  # type: ignore[no-untyped-call]
-        self.on_device = partial(torch.cuda.device, device.index)
 
     @classmethod
     def load(cls, config: EngineConfig, *, progress: bool = False) -> Self:
@@ -113,6 +112,10 @@ class CudaRunner:
             logger.warning("hybrid_attention is off: host memory cannot be pinned")
             host_rows, buckets = None, [bucket for bucket in buckets if not bucket.lanes]
         return cls(info, loaded.config, steps, native, buffers, buckets, tier, host_rows, eager=config.enforce_eager)
+
+    def on_device(self) -> torch.cuda.device:
+        """A context in which the model's GPU is the current one of the thread."""
+        return torch.cuda.device(self.cuda_stream.device)
 
     def make_step_loop(self, config: EngineConfig, *, progress: bool, measure: bool = False) -> StepLoop:
         """Capture the graphs, unless eager execution is enforced, and build the step loop that launches them.

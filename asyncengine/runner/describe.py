@@ -150,7 +150,7 @@ def describe_model(config: EngineConfig, device: str, memory_bytes: int | None =
     except ModelError as e:
         return ModelReport(config.model, "refused", str(e))
     of_block = memory.block_bytes(model, config.block_size, memory.kv_dtype(config, dtype))
-    total = _memory_of(device) if memory_bytes is None else memory_bytes
+    total = _memory_of(config, device) if memory_bytes is None else memory_bytes
     room = _kv_room(config, model, dtype, device, total, weight_bytes)
     num_blocks = config.num_kv_blocks or (room // of_block if of_block else 0)
     return ModelReport(
@@ -192,12 +192,12 @@ def _blocks_per_sequence(config: EngineConfig, model: ModelConfig, context: int)
     return -(-context // config.block_size)
 
 
-def _memory_of(device: str) -> int:
+def _memory_of(config: EngineConfig, device: str) -> int:
     if device == "cpu":
         return available_memory()
     if not torch.cuda.is_available():
         raise ConfigError("this machine has no GPU: say with --memory how much memory the one has that is meant")
-    return int(torch.cuda.mem_get_info()[1])
+    return int(torch.cuda.mem_get_info(torch.device("cuda", config.device_index))[1])
 
 
 def _kv_room(

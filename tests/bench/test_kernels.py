@@ -69,13 +69,19 @@ def test_all_parts(
         "attention": ["decode, paged", "decode, few keys", "prefill", "work list"],
         "sampler": ["greedy", "temperature", "top-k 50", "top-p 0.95", "k 50, p 0.95, min-p 0.05"],
         "layer": ["few keys", "paged", "separate"],
+        "experts": [name + form for name in ("norm + router + experts", "router", "experts") for form in ("", ", fp8")],
     }
     assert found == {(part, kernel) for part, names in expected.items() for kernel in names}
     assert any("fp8 cache" in line["shape"] for line in lines) == gated
     for line in lines:
         assert line["us"] > 0 or line["part"] == "layer"  # that is a difference
         assert line["share"] == pytest.approx(line["floor_us"] / line["us"])
-        alone = line["kernel"] == "work list" or "1 x 64" in line["size"] or "fp8" in line["shape"]
+        alone = (
+            line["part"] == "experts"
+            or line["kernel"] == "work list"
+            or "1 x 64" in line["size"]
+            or "fp8" in line["shape"]
+        )
         assert (line["torch_us"] is None) == alone
 
 

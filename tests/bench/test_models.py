@@ -6,6 +6,7 @@ import json
 import sys
 from pathlib import Path
 
+import gpu_common
 import models
 import pytest
 from gpu_common import decode_bytes, read_model, weight_bytes
@@ -35,7 +36,7 @@ def test_the_table_of_a_small_mixture(
     record = tmp_path / "models.json"
     arguments = ["--device", "cpu", "--batches", "1,2", "--tokens", "2,4", "--repeats", "1", "--json", str(record)]
     monkeypatch.setattr(sys, "argv", ["models.py", "--model", str(tmp_path), *arguments])
-    monkeypatch.setitem(models.COPIED_BYTES, "cpu", 1 << 20)
+    monkeypatch.setitem(gpu_common.COPIED_BYTES, "cpu", 1 << 20)
     models.main()
     heading, header, row = capsys.readouterr().out.splitlines()
     assert heading.startswith("floor: bytes over ")

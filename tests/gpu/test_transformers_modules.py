@@ -18,6 +18,7 @@ KINDS = ("gpt_neox", "qwen2_moe", "deepseek_v2", "vaultgemma", "gemma3n_text", "
 PROMPTS = ([3], [5, 9, 4, 7, 20, 11, 3], list(range(40, 75)))
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")  # by files of some versions of transformers
 @pytest.mark.parametrize("kind", KINDS)
 def test_tokens_equal_transformers(kind, tmp_path, caplog):
     model = sweep.tiny_model(kind)

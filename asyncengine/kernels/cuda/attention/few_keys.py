@@ -349,8 +349,8 @@ def _decode_kernel(
             other=0.0,
             cache_modifier=".cg",
         )
-        peak = tl.max(peaks, 0)
-        weights = tl.exp2(peaks - peak)
-        total = with_sinks(tl.sum(totals * weights, 0), peak, sinks, q_head, True)
-        whole = tl.sum(parts * weights[:, None], 0) / total
+        top = tl.max(peaks, 0)
+        weights = tl.exp2(peaks - top)
+        sum_of_all = with_sinks(tl.sum(totals * weights, 0), top, sinks, q_head, True)
+        whole = tl.sum(parts * weights[:, None], 0) / sum_of_all
         tl.store(to + columns // H * HALF + columns % H, whole.to(out.dtype.element_ty), mask=columns % H < HALF)
