@@ -47,9 +47,9 @@ async def test_a_snapshot_tells_when_steps_and_wake_ups_began_and_ended() -> Non
 
 
 async def test_recording_ends_by_itself() -> None:
-    async with SimulatedEngine(step_latency_us=200) as engine:
+    async with SimulatedEngine(step_latency_us=2000) as engine:  # so long that a wake seldom has two steps
         engine.snapshot()
-        many = SamplingParams(max_tokens=3 * MOST_WAKES, temperature=0, ignore_eos=True)
+        many = SamplingParams(max_tokens=6 * MOST_WAKES, temperature=0, ignore_eos=True)
         stream = await engine.submit([300] * 8, many)
         async for _ in stream:
             pass
