@@ -14,13 +14,12 @@ from asyncengine.kernels.cpu.reference import ReferenceOps
 from asyncengine.machine import available_memory
 from asyncengine.models.config import ModelConfig, RawConfig
 from asyncengine.models.registry import FAMILIES, Family
-from asyncengine.models.weights.checkpoint import choose_dtype
 from asyncengine.models.weights.hub import resolve_model
 from asyncengine.runner.state import memory
 from asyncengine.runner.steps.model_runner import (
     check_layers,
-    check_quantization,
     choose_max_model_len,
+    dtype_of,
     family_of,
     load_model,
 )
@@ -131,15 +130,12 @@ def describe_model(config: EngineConfig, device: str, memory_bytes: int | None =
     has_weights = any(path.suffix in _WEIGHT_FILES for path in path.iterdir())
     try:
         architecture, family = family_of(config, raw)
-        context = choose_max_model_len(config, family.read_config(raw))
-        dtype = choose_dtype(config.dtype, raw.dtype, torch.device(device))
-        if config.quantization != "none" and config.dtype == "auto" and dtype == torch.float16:
-            dtype = torch.bfloat16
-        check_quantization(config, architecture, family, dtype)
-        name: Any = str(dtype).removeprefix("torch.")
         model = family.read_config(raw)
+        check_layers(config, architecture, model, device)
+        context = choose_max_model_len(config, model)
+        dtype = dtype_of(config, architecture, family, raw, torch.device(device))
+        name: Any = str(dtype).removeprefix("torch.")
         if model.foreign:
-            check_layers(config, architecture, model, _NoOps())
             num_parameters, weight_bytes = family.num_parameters, family.num_parameters * dtype.itemsize
         else:
             form: Any = "dummy" if config.load_format == "dummy" or not has_weights else "auto"

@@ -138,13 +138,10 @@ def load_model(config: EngineConfig, ops: Ops[Any, Any, Any], *, progress: bool 
     architecture, family = family_of(config, raw)
     model_config = family.read_config(raw)
     eos_token_ids = read_eos_token_ids(path, raw, model_config.vocab_size)
-    check_layers(config, architecture, model_config, ops)
+    check_layers(config, architecture, model_config, ops.device.type)
     max_model_len = choose_max_model_len(config, model_config)
     _check_memory_beside_cache(config, model_config, max_model_len)
-    dtype = choose_dtype(config.dtype, raw.dtype, ops.device)
-    if config.quantization != "none" and config.dtype == "auto" and dtype == torch.float16:
-        dtype = torch.bfloat16  # as the kernels for quantised weights have it
-    check_quantization(config, architecture, family, dtype)
+    dtype = dtype_of(config, architecture, family, raw, ops.device)
     tensors = (
         DummyWeights(dtype, model_config.initializer_range, config.seed, device=ops.device)
         if dummy
@@ -174,27 +171,33 @@ def load_model(config: EngineConfig, ops: Ops[Any, Any, Any], *, progress: bool 
     )
 
 
-def check_quantization(config: EngineConfig, architecture: str, family: Family, dtype: torch.dtype) -> None:
-    """Raises ConfigError if the family cannot have the configured quantisation."""
+def dtype_of(
+    config: EngineConfig, architecture: str, family: Family, raw: RawConfig, device: torch.device
+) -> torch.dtype:
+    """The dtype that the model computes in. Raises ConfigError if the family cannot have the quantisation."""
+    dtype = choose_dtype(config.dtype, raw.dtype, device)
     if config.quantization == "none":
-        return
+        return dtype
+    if config.dtype == "auto" and dtype == torch.float16:
+        dtype = torch.bfloat16  # as the kernels for quantised weights have it
     if not family.quantizable:
         raise ConfigError(f"quantization={config.quantization} is not implemented for {architecture}")
     if dtype != torch.bfloat16:
         raise ConfigError(f"quantization={config.quantization} needs dtype=bfloat16, and not {dtype}")
+    return dtype
 
 
-def check_layers(config: EngineConfig, architecture: str, model: ModelConfig, ops: Ops[Any, Any, Any]) -> None:
-    """Raises ConfigError for settings that do not go with what the layers keep."""
+def check_layers(config: EngineConfig, architecture: str, model: ModelConfig, device_type: str) -> None:
+    """Raises ConfigError for settings that do not go with what the layers keep. ``device_type`` is as torch has it."""
     if kv_cache.state_bytes(model):
-        if ops.device.type == "cuda":
+        if device_type == "cuda":
             raise ConfigError(f"some layers of {architecture} keep a state: it runs with device=cpu alone yet")
         if config.disk_kv_path is not None:
             raise ConfigError(
                 f"some layers of {architecture} keep a state, which disk_kv_path does not: a prefix from the disk is "
                 "of no use without it"
             )
-    if ops.device.type == "cuda" and model.norms_values:
+    if device_type == "cuda" and model.norms_values:
         raise ConfigError(
             f"{architecture} runs with device=cpu alone yet: no GPU kernel has its heads of {max(model.head_dims)} and "
             "its norms of values"
