@@ -27,15 +27,11 @@ from asyncengine.models.registry import find_family
 
 SHAPES_DIR = Path(__file__).parent / "shapes"
 SHAPES = ("gpt2", "qwen3-0.6b", "llama-3.1-8b")
-MIXTURES = ("qwen3-30b-a3b", "mixtral-8x7b", "gpt-oss-20b")
-"""Shapes with experts, which benchmarks measure on request alone."""
 PROMPT_LEN = 128
 BANDWIDTH = 4.4e12
 """Bytes per second: reads of device memory, measured on the H200."""
 ELEMENT_BYTES = 2
 """bfloat16, of weights and KV"""
-
-
 COPIED_BYTES = {"cuda": 4 << 30, "cpu": 256 << 20}
 COPIES = 10
 

@@ -14,7 +14,6 @@ import argparse
 import asyncio
 import random
 from collections.abc import Mapping, Sequence
-from types import SimpleNamespace
 from typing import Any
 
 import decode
@@ -68,11 +67,11 @@ async def measure(shape: str, args: argparse.Namespace) -> dict[str, Any]:
 
 async def steps(engine: AsyncEngine, c: ModelConfig, args: argparse.Namespace) -> dict[int, float]:
     """Milliseconds of a step by batch; without batches whose keys and values do not fit."""
-    wanted = SimpleNamespace(
+    wanted = argparse.Namespace(
         contexts=[args.context], batches=args.batches, between=[], replays=args.replays, quantization="none",
         kv_cache_dtype="auto",
     )  # fmt: skip
-    points = await decode.sweep(engine, c, wanted)  # type: ignore[arg-type]  # the fields that it reads
+    points = await decode.sweep(engine, c, wanted)
     if points:
         return {point["batch"]: point["ms"] for point in points if "ms" in point}
     rng = random.Random(0)

@@ -55,7 +55,7 @@ class GptOssForCausalLM(LlamaForCausalLM):
     def feed_forward(self, layer: LayerWeights) -> FeedForward:
         config, mixture, ops, weights = layer.config, layer.config.mixture, layer.ops, layer.weights
         assert mixture is not None
-        block, count = f"model.layers.{layer.index}.mlp", mixture.num_experts
+        block, count = f"{layer.name}.mlp", mixture.num_experts
         hidden, wide = config.hidden_size, 2 * mixture.intermediate_size
         # Gate and up lie row by row in turn; here one behind the other.
         order = torch.cat((torch.arange(0, wide, 2), torch.arange(1, wide, 2))).to(ops.device)

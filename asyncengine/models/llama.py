@@ -140,7 +140,7 @@ class LayerWeights:
         total, first = sum(sizes.values()), 0
         matrices, biases = [], []
         for name, size in sizes.items():
-            module = f"model.layers.{self.index}.{block}.{fused or stored_as.get(name, name)}_proj"
+            module = f"{self.name}.{block}.{fused or stored_as.get(name, name)}_proj"
             rows = (first, first + size) if fused else None
             how: Any = {"cut": cut, "rows": rows, "order": None if name == "v" else order}
             matrices.append(self.weights.weight(module, total if fused else size, in_size, **how))
@@ -149,7 +149,7 @@ class LayerWeights:
         return self.ops.make_linear(matrices, biases)
 
     def norm(self, name: str, size: int) -> Norm:
-        return make_norm(self.config, self.weights.tensor(f"model.layers.{self.index}.{name}.weight", size))
+        return make_norm(self.config, self.weights.tensor(f"{self.name}.{name}.weight", size))
 
     def block_norm(self, name: str | None) -> Norm | None:
         """A norm of the residual, or of what is added to it; None if the layer has none there."""
@@ -185,7 +185,7 @@ def attention_block(layer: LayerWeights, cos_sin: Tensor | None, query_scales: T
         head_norms = HeadNorms(q, k, config.norm_eps)
     sinks = None
     if config.attention_sinks:
-        sinks = layer.weights.float32(f"model.layers.{layer.index}.self_attn.sinks", config.num_heads)
+        sinks = layer.weights.float32(f"{layer.name}.self_attn.sinks", config.num_heads)
     attention = AttentionLayer(
         config.num_heads, head_norms, cos_sin, config.layer_scales[layer.index], cache.window, config.score_softcap,
         query_scales, sinks,

@@ -50,7 +50,7 @@ def mixture_block(layer: LayerWeights) -> MixtureBlock:
     config, mixture, ops, weights = layer.config, layer.config.mixture, layer.ops, layer.weights
     assert mixture is not None
     names, hidden, inner = mixture.names, config.hidden_size, mixture.intermediate_size
-    block = f"model.layers.{layer.index}.{names.block}"
+    block = f"{layer.name}.{names.block}"
     modules = [f"{block}.experts.{index}" for index in range(mixture.num_experts)]
     up = [
         [weights.weight(f"{module}.{name}", inner, hidden, cut="rows") for name in (names.gate, names.up)]

@@ -118,7 +118,8 @@ def write(path: Path, values: dict[str, Any]) -> torch.Tensor | None:
         return None
     model.save_pretrained(path)
     (path / "config.json").write_text(text)
-    return logits.log_softmax(-1)  # type: ignore[no-any-return]
+    scores: torch.Tensor = logits.log_softmax(-1)
+    return scores
 
 
 def load(path: Path) -> CpuModelRunner | ModelError:
