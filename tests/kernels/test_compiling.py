@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import ast
-import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from triton.runtime.build import compile_module_from_src
 
 import asyncengine.kernels.cuda.launch.compiling  # noqa: F401 - which has Triton load apart
+from tests.kernels.forked import run_forked
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -33,7 +31,13 @@ ROOT = Path(__file__).resolve().parents[2]
     ],
 )
 def test_launches(tmp_path: Path, case: str) -> None:
-    run(tmp_path, case)
+    run(tmp_path / "triton", tmp_path / "own", case)
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Triton's cache for all steps, which have kernels in common. It reports a kernel that it finds as a compiled one."""
+    return tmp_path_factory.mktemp("triton")
 
 
 @pytest.mark.parametrize(
@@ -46,21 +50,14 @@ def test_launches(tmp_path: Path, case: str) -> None:
         "a_second_start_measures_nothing",
     ],
 )
-def test_steps(tmp_path: Path, case: str) -> None:
-    run(tmp_path, case, str(tmp_path))
+def test_steps(tmp_path: Path, cache: Path, case: str) -> None:
+    run(cache, tmp_path / "own", case, str(tmp_path))
 
 
-def run(tmp_path: Path, *arguments: str) -> None:
-    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-    environment |= {
-        "TRITON_CACHE_DIR": str(tmp_path / "triton"), "ASYNCENGINE_CACHE": str(tmp_path / "own"),
-        "CUDA_VISIBLE_DEVICES": "",
-    }  # fmt: skip
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.kernels.side_by_side", *arguments],
-        cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-3000:]
+def run(cache: Path, own: Path, *arguments: str) -> None:
+    run_forked(
+        ["-m", "tests.kernels.side_by_side", *arguments], TRITON_CACHE_DIR=str(cache), ASYNCENGINE_CACHE=str(own)
+    )
 
 
 def test_whatever_a_step_launches_can_be_compiled_alone() -> None:
