@@ -10,6 +10,8 @@ import numpy as np
 import torch
 import triton.language as tl
 
+from tests.kernels.quick_interpreter import quicken
+
 WIDER = {tl.float16: torch.float16, tl.bfloat16: torch.bfloat16, tl.float32: torch.float32}
 WORDS = {tl.float16: torch.int16, tl.bfloat16: torch.int16, tl.float32: torch.int32}
 
@@ -23,7 +25,9 @@ def repair_interpreter() -> None:
     if not hasattr(interpreter, "unrepaired"):
         changed = interpreter._convert_float, interpreter._patch_lang_tensor, interpreter._patch_lang
         interpreter.unrepaired = *changed, interpreter.InterpreterBuilder.create_dot, interpreter.ReduceOps.min_max
+        quicken(interpreter)
     convert_float, patch_tensor, patch_language, create_dot, min_max = interpreter.unrepaired
+    languages: dict[int, list[Any]] = {}
 
     def convert(data: Any, source: Any, target: Any, rounding: Any) -> Any:
         """Rounds float32 to bfloat16 and to float8, where the interpreter cuts it off or forgets to carry."""
@@ -50,8 +54,10 @@ def repair_interpreter() -> None:
     def patch_once(function: Any) -> Any:
         """Patch once: each call of a device function would look at every name of the language again, half of all the
         time."""
-        languages = [m for m in function.__globals__.values() if inspect.ismodule(m) and m in (tl, tl.core)]
-        if languages and not any(tl.core.is_builtin(language.load) for language in languages):
+        if (named := id(function.__globals__)) not in languages:
+            modules = [m for m in function.__globals__.values() if inspect.ismodule(m)]
+            languages[named] = [m for m in modules if m in (tl, tl.core)]
+        if languages[named] and not any(tl.core.is_builtin(language.load) for language in languages[named]):
             return interpreter._LangPatchScope()
         return patch_language(function)
 

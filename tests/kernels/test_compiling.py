@@ -36,7 +36,7 @@ def test_launches(tmp_path: Path, case: str) -> None:
 
 @pytest.fixture(scope="module")
 def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Triton's cache for all steps, which have kernels in common. It reports a kernel that it finds as a compiled one."""
+    """Triton's cache for all steps, which have kernels in common. A kernel that is found counts as compiled."""
     return tmp_path_factory.mktemp("triton")
 
 
