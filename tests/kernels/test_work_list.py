@@ -244,7 +244,7 @@ def deal(costs: dict[int, int], teams: int, late: int) -> list[list[int]]:
     return dealt + [[row] for row in order[early:]]
 
 
-@settings(max_examples=10)
+@settings(max_examples=5)
 @given(many_cases())
 @example(many_case(*[(1, 79)] * 31, programs=4))
 @example(many_case((1, 1000), *[(1, 79)] * 20, programs=3))
