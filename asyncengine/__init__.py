@@ -22,6 +22,7 @@ from asyncengine.api.stats import DebugStats, EngineSnapshot, EngineStats, WakeR
 from asyncengine.api.structured_outputs import StructuredOutputs
 from asyncengine.bundled import path as bundled_model
 from asyncengine.config import EngineConfig
+from asyncengine.engine.data_parallel import DataParallelEngine
 from asyncengine.engine.engine import AsyncEngine
 from asyncengine.engine.stream import RequestStream
 from asyncengine.errors import (
@@ -63,6 +64,7 @@ __all__ = [
     "ContextLengthError",
     "ContinuationScore",
     "Conversation",
+    "DataParallelEngine",
     "DebugStats",
     "EmbeddingOutput",
     "EngineClosedError",

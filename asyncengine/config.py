@@ -20,6 +20,7 @@ _HIGHEST = {
     **dict.fromkeys((*_QUEUED, "kv_cache_memory_bytes", "host_kv_memory_bytes", "disk_kv_bytes"), 2**63 - 1),
     "seed": 2**64 - 1,
     **dict.fromkeys(("cpu_threads", "hybrid_workers"), 4096),
+    "data_parallel_size": 64,
 }
 """Highest values of integer fields: the core's and torch's integers end there, and no machine has more cores than the
 limit of threads."""
@@ -92,6 +93,9 @@ class EngineConfig:
     device: str = "auto"
     """Device that runs the model. It is cpu, or a GPU by its number, as in cuda:1; cuda is cuda:0. auto takes cuda:0 if
     there is a GPU."""
+    data_parallel_size: int = 1
+    """Engines in this process, each with the whole model on a device of its own. GPUs are taken from the one that
+    ``device`` names upwards; on the CPU the engines share the cores. Limits and sizes are those of each engine."""
     seed: int = 0
     """Seed of dummy weights and of the seeds drawn for requests that bring none."""
 
@@ -204,7 +208,7 @@ class EngineConfig:
         check_types(self)
         if not _DEVICE.fullmatch(self.device):
             raise ConfigError(f"device must be auto, cpu, cuda or cuda:NUMBER, got {self.device!r}")
-        for field in ("max_num_seqs", "max_num_batched_tokens", *_QUEUED):
+        for field in ("max_num_seqs", "max_num_batched_tokens", "data_parallel_size", *_QUEUED):
             self._at_least(field, 1)
         for field in (
             "max_model_len",
@@ -229,9 +233,10 @@ class EngineConfig:
             raise ConfigError("host_kv_memory_bytes needs enable_prefix_caching: its blocks are found as prefixes")
         if self.disk_kv_path is not None and self.host_kv_memory_bytes is None:
             raise ConfigError("disk_kv_path needs host_kv_memory_bytes: blocks go to the disk from the host tier")
-        if (self.host_kv_memory_bytes or 0) > total_memory():
+        if (self.host_kv_memory_bytes or 0) * self.data_parallel_size > total_memory():
+            engines = f" of {self.data_parallel_size} engines" if self.data_parallel_size > 1 else ""
             raise ConfigError(
-                f"host_kv_memory_bytes ({self.host_kv_memory_bytes:,}) is more than this machine's memory of "
+                f"host_kv_memory_bytes ({self.host_kv_memory_bytes:,}){engines} is more than this machine's memory of "
                 f"{total_memory():,} bytes"
             )
         if self.disk_kv_path is not None and (not self.disk_kv_path or "\0" in self.disk_kv_path):

@@ -30,6 +30,7 @@ from asyncengine.api.engine_options import EngineOptions
 from asyncengine.api.model_info import ModelInfo
 from asyncengine.api.request import Prompt, SamplingParams
 from asyncengine.config import EngineConfig
+from asyncengine.engine.data_parallel import DataParallelEngine
 from asyncengine.engine.engine import AsyncEngine
 from asyncengine.engine.stream import RequestStream
 from asyncengine.runner.backend import Backend
@@ -237,7 +238,8 @@ async def settle(engine: AsyncEngine, timeout_s: float = 30.0) -> None:
     try:
         async with asyncio.timeout(timeout_s):
             while left := engine.debug_stats().held:
-                engine._life.deliver()  # frees what was released since the last delivery
+                for one in engine.engines if isinstance(engine, DataParallelEngine) else (engine,):
+                    one._life.deliver()  # frees what was released since the last delivery
                 await asyncio.sleep(0.005)
     except TimeoutError:
         held = ", ".join(f"{count} {name.replace('_', ' ')}" for name, count in left.items())

@@ -20,6 +20,7 @@ class EngineOptions(TypedDict, total=False):
     trust_remote_code: bool
     quantization: Literal["none", "fp8"]
     device: str
+    data_parallel_size: int
     seed: int
     max_model_len: int | None
     max_num_seqs: int

@@ -46,6 +46,7 @@ class EngineStats:
     """Prompt tokens looked up in the prefix cache."""
     prefix_cache_hits: Annotated[int, Exported("counter", "Tokens found in the prefix cache.")]
     """Prompt tokens found there."""
+    queued_tokens: Annotated[int, Exported("gauge", "Prompt tokens of requests that no step has begun.")]
     prompt_tokens: Annotated[int, Exported("counter", "Prompt tokens of admitted requests.")]
     generation_tokens: Annotated[int, Exported("counter", "Tokens generated.")]
     num_kv_blocks: int

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
+import random
 from collections.abc import AsyncGenerator, AsyncIterable, Callable, Iterable, Sequence
 from contextlib import aclosing
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, Self, Unpack
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, Unpack, cast
 
 from asyncengine.api.engine_options import EngineOptions
 from asyncengine.api.outputs import (
@@ -51,12 +52,18 @@ class AsyncEngine:
     Several engines may live in one process.
     """
 
-    def __init__(self, config: EngineConfig, load: Callable[[EngineConfig], Backend]) -> None:
-        """Use ``from_pretrained``. ``load`` runs on a thread when the engine starts."""
+    several: ClassVar[Callable[[EngineConfig, Callable[[EngineConfig], Backend]], AsyncEngine]]
+    """Makes an engine of several. DataParallelEngine, which builds on this class, puts itself here."""
+
+    def __init__(
+        self, config: EngineConfig, load: Callable[[EngineConfig], Backend], *, seeds: random.Random | None = None
+    ) -> None:
+        """Use ``from_pretrained``. ``load`` runs on a thread when the engine starts. ``seeds`` are those of requests
+        that bring none; None: drawn from ``config.seed``."""
         self.config = config
         self._life = Life(config, load)
-        self._submission = Submission(self._life)
-        self._many = Many(self._life)
+        self._submission = Submission(self._life, seeds or random.Random(config.seed))
+        self._many = Many(self._life.serving, lambda: self._life.health, config.max_num_seqs)
         self._vectors = Vectors(self._life, self._submission)
         self._scoring = Scoring(self._life)
         self._texts = Texts(self._life)
@@ -69,8 +76,11 @@ class AsyncEngine:
         """An engine for a directory in Hugging Face layout or a hub id; ``start`` loads the model.
 
         ``config`` are fields of EngineConfig: ConfigError for an unknown or wrong one. ``progress`` shows a bar while
-        weights load, if stderr is a terminal."""
-        return cls(EngineConfig.from_kwargs(os.fspath(model), {**config}), partial(load_backend, progress=progress))
+        weights load, if stderr is a terminal. With data_parallel_size it is a DataParallelEngine."""
+        made, load = EngineConfig.from_kwargs(os.fspath(model), {**config}), partial(load_backend, progress=progress)
+        if made.data_parallel_size == 1:
+            return cls(made, load)
+        return cast(Self, AsyncEngine.several(made, load))
 
     # ---- life ----
 
@@ -163,6 +173,12 @@ class AsyncEngine:
             return False
         requests.fail(key, RequestAbortedError(f"request {request_id} was aborted"))
         return True
+
+    def has_request(self, request_id: str) -> bool:
+        """Return whether a request of this name is under way."""
+        self._life.loaded()
+        self._life.check_loop()
+        return self._life.requests.named(request_id) is not None
 
     # ---- many prompts, vectors, scores, texts ----
 
@@ -288,6 +304,10 @@ class AsyncEngine:
     def stats(self) -> EngineStats:
         """Counters and gauges. Raises EngineClosedError like ``model_info``."""
         return self._snapshots.stats()
+
+    def engine_stats(self) -> list[EngineStats]:
+        """Return ``stats`` of each engine behind this one; there are several with data_parallel_size."""
+        return [self.stats()]
 
     def debug_stats(self) -> DebugStats:
         """Return counts of all that the engine holds, to look for leaks. Raises EngineClosedError like

@@ -9,7 +9,6 @@ from typing import Literal
 from asyncengine.api.checks import quoted
 from asyncengine.api.outputs import Finished, RequestOutput
 from asyncengine.api.request import Prompt, SamplingParams
-from asyncengine.engine.life import Life
 from asyncengine.errors import AsyncEngineError, EngineOverloadedError, InvalidRequestError
 
 MAX_CONCURRENCY = 65_536
@@ -21,8 +20,11 @@ _AHEAD = 4
 class Many:
     """Any number of prompts, for an engine's method ``generate_many``."""
 
-    def __init__(self, life: Life) -> None:
-        self._life = life
+    def __init__(self, serving: Callable[[], object], health: Callable[[], str], max_num_seqs: int) -> None:
+        """``serving`` raises EngineError unless an engine serves; ``max_num_seqs`` sequences run at the same time."""
+        self._serving = serving
+        self._health = health
+        self._max_num_seqs = max_num_seqs
 
     def results(
         self,
@@ -37,11 +39,10 @@ class Many:
     ) -> AsyncGenerator[Finished, None]:
         """See ``AsyncEngine.generate_many``. ``generate`` serves one prompt."""
         _check(concurrency, errors)
-        life = self._life
-        life.serving()
+        self._serving()
         if concurrency is None:
             n = params.n if isinstance(params, SamplingParams) else 1
-            concurrency = min(MAX_CONCURRENCY, max(2, life.config.max_num_seqs // n * 3 // 2))
+            concurrency = min(MAX_CONCURRENCY, max(2, self._max_num_seqs // n * 3 // 2))
 
         async def answer(position: int, prompt: Prompt, params: SamplingParams | None) -> Finished:
             while True:
@@ -50,7 +51,7 @@ class Many:
                 except EngineOverloadedError:  # others may have filled the queue
                     await asyncio.sleep(_RETRY_S)
                 except AsyncEngineError as e:
-                    if errors == "raise" or life.health not in ("ready", "draining"):
+                    if errors == "raise" or self._health() not in ("ready", "draining"):
                         raise
                     return Finished(position, None, e)
 

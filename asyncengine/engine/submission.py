@@ -23,9 +23,10 @@ if TYPE_CHECKING:
 class Submission:
     """Checks a program's requests and enqueues them in the core."""
 
-    def __init__(self, life: Life) -> None:
+    def __init__(self, life: Life, seeds: random.Random) -> None:
+        """``seeds`` are those of requests that bring none."""
         self._life = life
-        self._seeds = random.Random(life.config.seed)
+        self._seeds = seeds
 
     async def submit(
         self,

@@ -112,7 +112,7 @@ class Metrics(Collector):
 
         engine = self._engine()
         if engine is not None:
-            yield from _engine_metrics(engine.stats(), label)
+            yield from _engine_metrics(engine.engine_stats(), label)
             yield _cache_config(engine.model_info, label)
         text = "Bytes of request bodies that are being received or parsed."
         held = GaugeMetricFamily("asyncengine:request_body_bytes", text, labels=_LABELS)
@@ -152,17 +152,23 @@ def _buckets(bounds: Sequence[float], counts: Sequence[int]) -> list[tuple[str, 
     return list(zip(names, accumulate(counts), strict=True))
 
 
-def _engine_metrics(stats: EngineStats, label: list[str]) -> Iterator[Metric]:
+def _engine_metrics(engines: Sequence[EngineStats], label: list[str]) -> Iterator[Metric]:
+    """The statistics of one engine; of several, each with the label ``engine``, its number."""
+    names = _LABELS if len(engines) == 1 else [*_LABELS, "engine"]
+    each = [([*label, str(number)][: len(names)], stats) for number, stats in enumerate(engines)]
     for field, exported in _EXPORTED:
-        name, value = f"asyncengine:{exported.name or field}", getattr(stats, field)
+        name = f"asyncengine:{exported.name or field}"
         if exported.kind == "histogram":
-            histogram = HistogramMetricFamily(name, exported.text, labels=_LABELS)
-            histogram.add_metric(label, _buckets(value.bounds, value.counts), value.total)
+            histogram = HistogramMetricFamily(name, exported.text, labels=names)
+            for labels, stats in each:
+                value = getattr(stats, field)
+                histogram.add_metric(labels, _buckets(value.bounds, value.counts), value.total)
             yield histogram
             continue
         family = CounterMetricFamily if exported.kind == "counter" else GaugeMetricFamily
-        metric = family(name, exported.text, labels=_LABELS)
-        metric.add_metric(label, value)
+        metric = family(name, exported.text, labels=names)
+        for labels, stats in each:
+            metric.add_metric(labels, getattr(stats, field))
         yield metric
 
 

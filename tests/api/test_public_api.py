@@ -16,6 +16,7 @@ import asyncengine
 from asyncengine import (
     AsyncEngine,
     ChatMessage,
+    DataParallelEngine,
     EngineClosedError,
     EngineConfig,
     InvalidRequestError,
@@ -76,9 +77,9 @@ async def test_parts_of_a_content_are_its_text() -> None:
 def test_help_shows_public_methods_alone() -> None:
     names = {name for name in dir(AsyncEngine) if not name.startswith("_")}
     assert names == {
-        "abort", "aclose", "classify", "debug_stats", "detokenize", "embed", "from_pretrained", "generate",
-        "generate_many", "health", "model_info", "score", "score_pairs", "snapshot", "start", "stats", "stream",
-        "submit", "tokenize", "tokenizer",
+        "abort", "aclose", "classify", "debug_stats", "detokenize", "embed", "engine_stats", "from_pretrained",
+        "generate", "generate_many", "has_request", "health", "model_info", "score", "score_pairs", "several",
+        "snapshot", "start", "stats", "stream", "submit", "tokenize", "tokenizer",
     }  # fmt: skip
 
 
@@ -88,8 +89,10 @@ METHODS: dict[str, Callable[[AsyncEngine], Any]] = {
     "debug_stats": lambda engine: engine.debug_stats(),
     "detokenize": lambda engine: engine.detokenize([300]),
     "embed": lambda engine: engine.embed("text"),
+    "engine_stats": lambda engine: engine.engine_stats(),
     "generate": lambda engine: engine.generate("text"),
     "generate_many": lambda engine: anext(engine.generate_many(["text"])),
+    "has_request": lambda engine: engine.has_request("name"),
     "model_info": lambda engine: engine.model_info,
     "score": lambda engine: engine.score("text", " more"),
     "score_pairs": lambda engine: engine.score_pairs(["text"], ["more"]),
@@ -100,7 +103,7 @@ METHODS: dict[str, Callable[[AsyncEngine], Any]] = {
     "tokenize": lambda engine: engine.tokenize("text"),
     "tokenizer": lambda engine: engine.tokenizer,
 }
-ANYWHERE = {"debug_stats", "model_info", "stats", "tokenizer"}
+ANYWHERE = {"debug_stats", "engine_stats", "model_info", "stats", "tokenizer"}
 """Methods that read only values that any thread may read."""
 
 
@@ -111,13 +114,18 @@ async def call(method: str, engine: AsyncEngine) -> None:
 
 
 def test_every_method_is_called() -> None:
-    others = {"aclose", "from_pretrained", "health", "start"}
+    others = {"aclose", "from_pretrained", "health", "several", "start"}
     assert METHODS.keys() | others == {name for name in dir(AsyncEngine) if not name.startswith("_")}
 
 
+def two_engines() -> DataParallelEngine:
+    return DataParallelEngine([SimulatedEngine(), SimulatedEngine()])
+
+
+@pytest.mark.parametrize("make", [SimulatedEngine, two_engines])
 @pytest.mark.parametrize("method", METHODS)
-async def test_an_engine_that_does_not_run_says_what_to_write(method: str) -> None:
-    engine = SimulatedEngine()
+async def test_an_engine_that_does_not_run_says_what_to_write(method: str, make: Callable[[], AsyncEngine]) -> None:
+    engine = make()
     with pytest.raises(EngineClosedError, match=r"it was not started; write 'async with AsyncEngine.from_pretrained"):
         await call(method, engine)
     async with engine:
@@ -127,9 +135,10 @@ async def test_an_engine_that_does_not_run_says_what_to_write(method: str) -> No
         await call(method, engine)
 
 
+@pytest.mark.parametrize("make", [SimulatedEngine, two_engines])
 @pytest.mark.parametrize("method", sorted(METHODS.keys() - ANYWHERE))
-async def test_another_event_loop_is_told_how_to_ask(method: str) -> None:
-    async with SimulatedEngine() as engine:
+async def test_another_event_loop_is_told_how_to_ask(method: str, make: Callable[[], AsyncEngine]) -> None:
+    async with make() as engine:
         with pytest.raises(WrongLoopError, match=r"asyncio\.run_coroutine_threadsafe"):
             await asyncio.to_thread(asyncio.run, call(method, engine))
 

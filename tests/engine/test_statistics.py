@@ -43,7 +43,7 @@ def test_every_statistic_of_the_core_is_told() -> None:
     assert stats.generation_tokens == 3
     assert stats.host_row_tokens == 0
     info = SimpleNamespace(block_size=16, num_kv_blocks=64)
-    engine: Any = SimpleNamespace(stats=lambda: stats, model_info=info)
+    engine: Any = SimpleNamespace(engine_stats=lambda: [stats], model_info=info)
     text = Metrics(lambda: engine, lambda: "m", lambda: 0).render().decode()
     for name in HOST_ROWS:
         counter = "" if name == "num_host_rows" else "_total"
@@ -64,7 +64,9 @@ def test_tokens_of_each_step_are_a_histogram(driver: str) -> None:
     assert dict(zip((*bounds, None), counts, strict=True)) == dict.fromkeys((*bounds, None), 0) | {1: 3, 32: 2}
     assert total == 50 + 3  # the last token is not computed on
     assert sum(counts) == stats.num_steps == 5
-    engine: Any = SimpleNamespace(stats=lambda: stats, model_info=SimpleNamespace(block_size=16, num_kv_blocks=64))
+    engine: Any = SimpleNamespace(
+        engine_stats=lambda: [stats], model_info=SimpleNamespace(block_size=16, num_kv_blocks=64)
+    )
     lines = Metrics(lambda: engine, lambda: "m", lambda: 0).render().decode().splitlines()
     name = "asyncengine:iteration_tokens_total"
     for bound, count in (("1.0", 3), ("16.0", 3), ("32.0", 5), ("16384.0", 5), ("+Inf", 5)):

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from asyncengine import ConfigError
+from asyncengine import AsyncEngine, ConfigError, DataParallelEngine, SamplingParams
 from asyncengine.config import EngineConfig
 from asyncengine.runner.backend import load_backend
 
 ROOT = Path(__file__).resolve().parents[2]
-SMALL = {
+SMALL: dict[str, Any] = {
     "load_format": "dummy",
     "max_num_seqs": 4,
     "max_num_batched_tokens": 64,
@@ -72,3 +74,23 @@ def test_the_first_gpu_has_a_number_too(tiny_llama):
 def test_the_second_gpu_serves_alone(tiny_llama, tmp_path, way):
     """The second GPU gives the tokens of the first, whose memory is not touched."""
     assert run(tiny_llama, "cuda:1", way, tmp_path) == run(tiny_llama, "cuda:0", way, tmp_path)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_two_engines_share_requests(tiny_llama):
+    """An engine on each GPU, behind one: both serve, and each gives the tokens of an engine alone."""
+    prompts = [[3 + i] * (1 + i % 7) for i in range(24)]
+    params = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True)
+
+    async def tokens(size: int) -> tuple[list[Any], AsyncEngine]:
+        config = SMALL | {"data_parallel_size": size, "dtype": "float32"}
+        async with AsyncEngine.from_pretrained(tiny_llama, progress=False, **config) as engine:
+            outputs = await asyncio.gather(*(engine.generate(prompt, params) for prompt in prompts))
+            assert all(stats.generation_tokens > 0 for stats in engine.engine_stats())
+            return [output.token_ids for output in outputs], engine
+
+    alone, _ = asyncio.run(tokens(1))
+    together, engine = asyncio.run(tokens(2))
+    assert isinstance(engine, DataParallelEngine)
+    assert together == alone
+    assert torch.cuda.current_device() == 0

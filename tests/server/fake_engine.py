@@ -148,6 +148,9 @@ class FakeEngine:
         self.health = "dead"
         self.fail(EngineDeadError("the executor failed: injected"))
 
+    def engine_stats(self) -> list[EngineStats]:
+        return [self.stats()]
+
     def stats(self) -> EngineStats:
         blocks = self.model_info.num_kv_blocks
         used = len(self.open)
