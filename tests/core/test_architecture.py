@@ -8,6 +8,7 @@ import inspect
 import re
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -111,10 +112,15 @@ def imports_of_program(text: str) -> set[str]:
         return {"__init__"}
 
 
-def python_files() -> list[Path]:
+@cache
+def parsed(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
+@cache
+def python_files() -> tuple[Path, ...]:
     """Return the Python files with code: the ``__init__`` of most folders is a sentence."""
-    files = {path: ast.parse(path.read_text()) for path in PACKAGE.rglob("*.py")}
-    return sorted(path for path, tree in files.items() if len(tree.body) > 1)
+    return tuple(sorted(path for path in PACKAGE.rglob("*.py") if len(parsed(path).body) > 1))
 
 
 def wrong_imports(here: str, tree: ast.AST) -> set[tuple[str, str]]:
@@ -129,11 +135,11 @@ def test_every_module_has_a_layer() -> None:
 
 @pytest.mark.parametrize("path", python_files(), ids=lambda p: str(p.relative_to(PACKAGE)))
 def test_python_imports_go_downwards(path: Path) -> None:
-    assert wrong_imports(module_of(path), ast.parse(path.read_text())) == set()
+    assert wrong_imports(module_of(path), parsed(path)) == set()
 
 
 def test_modules_do_not_import_each_other_in_a_circle() -> None:
-    found = {module_of(path): imports(ast.parse(path.read_text()), strings=False) for path in python_files()}
+    found = {module_of(path): imports(parsed(path), strings=False) for path in python_files()}
     for here, target in CIRCLES:
         found[here].remove(target)
     graphlib.TopologicalSorter(found).prepare()  # CycleError names the circle
@@ -142,7 +148,7 @@ def test_modules_do_not_import_each_other_in_a_circle() -> None:
 def test_modules_do_not_import_the_face_of_the_package() -> None:
     """Examples do, which are programs. Modules name the module that they need."""
     for path in python_files():
-        nodes = ast.walk(ast.parse(path.read_text())) if entry_of(module_of(path)) != "examples" else ()
+        nodes = ast.walk(parsed(path)) if entry_of(module_of(path)) != "examples" else ()
         assert not [n for n in nodes if isinstance(n, ast.ImportFrom) and n.module == "asyncengine"], path
 
 
@@ -194,14 +200,14 @@ def test_layers_are_those_of_the_longest_path(here: str, target: str, wrong: boo
 def test_the_cpu_and_the_gpu_know_nothing_of_each_other() -> None:
     for here, other in (("cpu", "cuda"), ("cuda", "cpu")):
         for path in (PACKAGE / "kernels" / here).rglob("*.py"):
-            assert not {m for m in imports(ast.parse(path.read_text())) if m.startswith(f"kernels/{other}")}, path
+            assert not {m for m in imports(parsed(path)) if m.startswith(f"kernels/{other}")}, path
 
 
 def test_what_is_imported_by_a_variable_is_known() -> None:
     importers = {"import_module", "__import__"}
     found = set()
     for path in python_files():
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in ast.walk(parsed(path)):
             match node:
                 case ast.Call(func=ast.Name(id=name) | ast.Attribute(attr=name), args=[argument, *_]):
                     if name in importers and not isinstance(argument, ast.Constant | ast.JoinedStr):
@@ -214,14 +220,14 @@ def test_the_server_uses_the_public_engine_api_only() -> None:
     public = re.compile(rf"__init__|config|errors|version|api/\w+|text/({texts})")
     scans_json = {"bodies.py": {"_core"}}
     for path in sorted((PACKAGE / "server").rglob("*.py")):
-        used = {module for module in imports(ast.parse(path.read_text())) if entry_of(module) != "server"}
+        used = {module for module in imports(parsed(path)) if entry_of(module) != "server"}
         wrong = {module for module in used - scans_json.get(path.name, set()) if not public.fullmatch(module)}
         assert wrong == set(), path
 
 
 def test_relative_imports_are_not_used() -> None:
     for path in python_files():
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in ast.walk(parsed(path)):
             assert not (isinstance(node, ast.ImportFrom) and node.level), path
 
 
@@ -264,7 +270,7 @@ def privates_of_others(tree: ast.AST) -> set[str]:
 
 @pytest.mark.parametrize("path", python_files(), ids=lambda p: str(p.relative_to(PACKAGE)))
 def test_modules_leave_each_others_privates_alone(path: Path) -> None:
-    assert privates_of_others(ast.parse(path.read_text())) == PRIVATE.get(module_of(path), set())
+    assert privates_of_others(parsed(path)) == PRIVATE.get(module_of(path), set())
 
 
 @pytest.mark.parametrize(
