@@ -7,6 +7,7 @@ ModelError that names the file and the key.
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,16 +27,18 @@ MAX_POSITIONS = 1 << 24
 MAX_EOS_TOKENS = 64
 
 _HIGHEST = {
-    **dict.fromkeys(("num_hidden_layers", "n_layer"), 1 << 12),
-    **dict.fromkeys(("num_attention_heads", "num_key_value_heads", "n_head", "head_dim"), 1 << 12),
+    **dict.fromkeys(("num_hidden_layers", "n_layer", "n_layers"), 1 << 12),
+    **dict.fromkeys(("num_attention_heads", "num_key_value_heads", "n_head", "n_heads", "head_dim"), 1 << 12),
     **dict.fromkeys(("global_head_dim", "num_global_key_value_heads", "hidden_size_per_layer_input"), 1 << 12),
-    **dict.fromkeys(("hidden_size", "n_embd"), 1 << 17),
-    **dict.fromkeys(("intermediate_size", "n_inner", "moe_intermediate_size"), 1 << 20),
+    **dict.fromkeys(("num_kv_heads", "num_ln_in_parallel_attn"), 1 << 12),
+    **dict.fromkeys(("hidden_size", "n_embd", "d_model"), 1 << 17),
+    **dict.fromkeys(("intermediate_size", "n_inner", "ffn_hidden_size", "moe_intermediate_size"), 1 << 20),
     "shared_expert_intermediate_size": 1 << 20,
     **dict.fromkeys(("num_experts", "num_experts_per_tok", "top_k_experts", "decoder_sparse_step"), 1 << 12),
     **dict.fromkeys(("n_routed_experts", "n_shared_experts", "rotary_dim"), 1 << 12),
     **dict.fromkeys(("vocab_size", "vocab_size_per_layer_input"), 1 << 22),
     **dict.fromkeys(("max_position_embeddings", "n_positions", "original_max_position_embeddings"), MAX_POSITIONS),
+    **dict.fromkeys(("seq_length", "max_seq_len"), MAX_POSITIONS),
     "sliding_window": 2**31 - 1,
 }
 """Largest plausible integers: several times those of any published model. Products of three stay below 2**63."""
@@ -286,6 +289,10 @@ class ModelConfig:
     """Factor on the logits."""
     logit_softcap: float = 0.0
     """0: logits are not capped."""
+    positions_in_keys: bool = False
+    """Keys hold their positions, which float8 has not exactly (alibi.py)."""
+    largest_head: float = math.inf
+    """Numbers of queries, keys and values are kept within ± this."""
     labels: tuple[str, ...] = ()
     """Labels of a classification model, whose head gives a logit for each label in place of one for each token."""
     exclusive_labels: bool = True

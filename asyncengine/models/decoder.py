@@ -24,6 +24,7 @@ from asyncengine.kernels.ops import (
     Residual,
     RoutingRule,
 )
+from asyncengine.models.alibi import FusedAttentionBlock
 
 
 class Mixer(Protocol):
@@ -136,7 +137,7 @@ class Layer(Protocol):
 class ParallelLayer(NamedTuple):
     """Attention and an MLP that read the same residual, and are both added to it."""
 
-    attention: AttentionBlock
+    attention: AttentionBlock | FusedAttentionBlock
     mlp: MLPBlock
 
     def forward(self, ops: ModelOps, residual: Residual, cache: LayerKVCache, batch: Batch, is_last: bool) -> None:
@@ -189,10 +190,14 @@ class Decoder:
         """``run``, then ``logits``."""
         return self.logits(self.run(batch, caches), batch)
 
+    def embed(self, batch: Batch) -> Residual:
+        """The residual before the first layer."""
+        return self._ops.embed(batch, self._embedding, self._position_table, self._embedding_scale)
+
     def run(self, batch: Batch, caches: Iterable[LayerCache]) -> Residual:
         """The layers of the step, which write its caches."""
         ops = self._ops
-        residual = ops.embed(batch, self._embedding, self._position_table, self._embedding_scale)
+        residual = self.embed(batch)
         last = len(self._layers) - 1
         for index, (layer, cache) in enumerate(zip(self._layers, caches, strict=True)):
             layer.forward(ops, residual, cache, batch, index == last)

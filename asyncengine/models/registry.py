@@ -12,8 +12,10 @@ from torch import Tensor
 from asyncengine.errors import ModelError, UnsupportedModelError
 from asyncengine.kernels.ops import Batch, BatchT, LayerCache, ModelOps
 from asyncengine.models import (
+    bloom,
     cohere2,
     exaone4,
+    falcon,
     gemma2,
     gemma3,
     gemma4,
@@ -27,6 +29,7 @@ from asyncengine.models import (
     ministral3,
     mistral,
     mixtral,
+    mpt,
     olmo2,
     olmo3,
     olmoe,
@@ -108,6 +111,9 @@ FAMILIES = {
     "GraniteForCausalLM": Family(granite.read_config, granite.GraniteForCausalLM, ("granite",)),
     "Cohere2ForCausalLM": Family(cohere2.read_config, cohere2.Cohere2ForCausalLM, ("cohere2",), quantizable=False),
     "GlmForCausalLM": Family(glm.read_config, glm.GlmForCausalLM, ("glm",)),
+    "BloomForCausalLM": Family(bloom.read_config, bloom.BloomForCausalLM, ("bloom",), quantizable=False),
+    "MptForCausalLM": Family(mpt.read_config, mpt.MptForCausalLM, ("mpt",), quantizable=False),
+    "FalconForCausalLM": Family(falcon.read_config, falcon.FalconForCausalLM, ("falcon",), quantizable=False),
     "Glm4ForCausalLM": Family(glm.read_glm4_config, glm.Glm4ForCausalLM, ("glm4",), quantizable=False),
 }
 

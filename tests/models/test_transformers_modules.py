@@ -149,7 +149,7 @@ def test_a_layer_that_cannot_be_served_is_named(kind, words, tmp_path):
     ("changes", "words"),
     [
         ({"architectures": ["T5ForConditionalGeneration"], "model_type": "t5"}, "T5ForConditionalGeneration"),
-        ({"architectures": ["BloomForCausalLM"], "model_type": "bloom"}, "does not let another attention"),
+        ({"architectures": ["GPTJForCausalLM"], "model_type": "gptj"}, "does not let another attention"),
         ({"architectures": ["NoSuchModel"], "model_type": "nothing"}, "NoSuchModel"),
         ({"architectures": ["PhiForSequenceClassification"], "model_type": "phi"}, "which generates no text"),
         ({"quantization_config": {"quant_method": "awq"}}, "quantization_config"),

@@ -26,6 +26,16 @@ YARN_ROPE = {
     "rope_theta": 10000.0,
 }  # fmt: skip
 
+BLOOM = {
+    "vocab_size": VOCAB_SIZE, "hidden_size": 32, "n_layer": 3, "n_head": 4, "seq_length": 128, "initializer_range": 0.3,
+}  # fmt: skip
+MPT = {
+    "vocab_size": VOCAB_SIZE, "d_model": 32, "n_layers": 3, "n_heads": 4, "max_seq_len": 128, "initializer_range": 0.3,
+}  # fmt: skip
+FALCON = {
+    "vocab_size": VOCAB_SIZE, "hidden_size": 48, "num_hidden_layers": 3, "num_attention_heads": 6,
+    "ffn_hidden_size": 88, "max_position_embeddings": 128, "initializer_range": 0.3,
+}  # fmt: skip
 GEMMA = DECODER | {"head_dim": 16, "sliding_window": 6, "query_pre_attn_scalar": 24, "pad_token_id": None}
 GEMMA4 = DECODER | {
     "head_dim": 8, "global_head_dim": 16, "sliding_window": 6, "hidden_size_per_layer_input": 0, "pad_token_id": None,
@@ -226,6 +236,26 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         | {
             "hidden_size": 56, "num_attention_heads": 7, "num_key_value_heads": 7, "attention_bias": True,
             "mlp_bias": True, "tie_word_embeddings": True, "residual_multiplier": 1.7, "logits_scaling": 0.5,
+        },
+    ),
+    "bloom": ("Bloom", BLOOM),
+    "bloom-six-heads": ("Bloom", BLOOM | {"hidden_size": 48, "n_head": 6, "tie_word_embeddings": False}),
+    "mpt": ("Mpt", MPT),
+    "mpt-clipped": (
+        "Mpt",
+        MPT | {
+            "d_model": 48, "n_heads": 6, "attn_config": {"clip_qkv": 1.0, "softmax_scale": 0.2},
+        },
+    ),
+    "falcon": ("Falcon", FALCON),
+    "falcon-groups": ("Falcon", FALCON | {"new_decoder_architecture": True, "num_kv_heads": 2}),
+    "falcon-one-norm": (
+        "Falcon", FALCON | {"new_decoder_architecture": True, "num_kv_heads": 3, "num_ln_in_parallel_attn": 1},
+    ),
+    "falcon-alibi": (
+        "Falcon",
+        FALCON | {
+            "alibi": True, "parallel_attn": False, "multi_query": False, "bias": True, "tie_word_embeddings": False,
         },
     ),
     "cohere2": (

@@ -56,7 +56,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory):
     def get(variant: str) -> tuple[Path, Any]:
         if variant not in made:
             path = tmp_path_factory.mktemp(variant)
-            layer_count = "n_layer" if variant.startswith("gpt2") else "num_hidden_layers"
+            layer_count = "n_layer" if variant.startswith(("gpt2", "bloom")) else "num_hidden_layers"
             layers: dict[str, Any] = {} if GPU else {layer_count: 1}
             if "layer_types" in tiny.VARIANTS[variant][1] and not GPU:
                 layers["layer_types"] = ["sliding_attention"]
@@ -109,7 +109,8 @@ def mixed_jobs() -> Jobs:
 
 
 @pytest.mark.parametrize(
-    "variant", tiny.VARIANTS if GPU else ["gpt2", "qwen3-window-biased", "ministral3", "olmo2", "cohere2", "qwen3-moe"]
+    "variant",
+    tiny.VARIANTS if GPU else ["gpt2", "qwen3-window-biased", "ministral3", "olmo2", "cohere2", "qwen3-moe", "bloom"],
 )
 def test_tokens_equal_transformers(checkpoint, variant):
     path, model = checkpoint(variant)

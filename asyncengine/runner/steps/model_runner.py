@@ -202,6 +202,8 @@ def check_layers(config: EngineConfig, architecture: str, model: ModelConfig, de
             f"{architecture} runs with device=cpu alone yet: no GPU kernel has its heads of {max(model.head_dims)} and "
             "its norms of values"
         )
+    if config.float8_cache and model.positions_in_keys:
+        raise ConfigError(f"kv_cache_dtype=fp8: keys of {architecture} hold their positions, which float8 rounds")
     if config.float8_cache and not model.has_alike_layers:
         raise ConfigError(
             f"kv_cache_dtype=fp8 needs layers that all keep keys and values of one shape, and those of {architecture} "

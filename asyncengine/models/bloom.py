@@ -1,0 +1,102 @@
+"""BloomForCausalLM (BigScience 2022): linear biases, layer norms with bias, one of them behind the embedding."""
+
+from __future__ import annotations
+
+from asyncengine.kernels.ops import AttentionLayer, Batch, Handle, KVSpec, ModelOps, Norm, Residual
+from asyncengine.models.alibi import (
+    PLACES,
+    FusedAttentionBlock,
+    FusedHeads,
+    bloom_slopes,
+    check_positions,
+    query_places,
+)
+from asyncengine.models.config import ModelConfig, RawConfig, require_full_attention
+from asyncengine.models.decoder import Decoder, DecoderLayer, MLPBlock
+from asyncengine.models.weights.shard import Cut
+from asyncengine.models.weights.source import WeightSource
+
+_ALIASES = {"num_hidden_layers": "n_layer", "num_attention_heads": "n_head", "n_embed": "hidden_size"}
+"""Other names of keys."""
+
+
+def read_config(raw: RawConfig) -> ModelConfig:
+    raw = raw.renamed(_ALIASES)
+    raw.require("apply_residual_connection_post_layernorm", False)
+    raw.require("slow_but_exact", False)
+    hidden_size = raw.integer("hidden_size", 64)
+    num_layers, num_heads = raw.integer("n_layer", 2), raw.integer("n_head", 8)
+    if hidden_size % num_heads:
+        raise raw.unsupported(f"hidden_size = {hidden_size} over {num_heads} heads")
+    dim = hidden_size // num_heads
+    max_positions = check_positions(raw, raw.integer("seq_length", 2048))
+    require_full_attention(raw, num_layers, max_positions)
+    return ModelConfig(
+        vocab_size=raw.integer("vocab_size", 250_880),
+        hidden_size=hidden_size,
+        intermediate_size=4 * hidden_size,
+        num_layers=num_layers,
+        num_heads=num_heads,
+        num_kv_heads=num_heads,
+        head_dim=dim + PLACES,
+        max_positions=max_positions,
+        norm_eps=raw.number("layer_norm_epsilon", 1e-5),
+        activation="gelu_tanh",
+        tie_word_embeddings=raw.flag("tie_word_embeddings", True),
+        initializer_range=raw.number("initializer_range", 0.02),
+        layer_scales=(dim**-0.5,) * num_layers,
+        layer_caches=(KVSpec(num_heads, dim + PLACES),) * num_layers,
+        layer_ropes=(None,) * num_layers,
+        positions_in_keys=True,
+        embedding="transformer.word_embeddings",
+    )
+
+
+def _norm(config: ModelConfig, weights: WeightSource, name: str) -> Norm:
+    weight, bias = (weights.tensor(f"{name}.{part}", config.hidden_size) for part in ("weight", "bias"))
+    return Norm(weight, bias, config.norm_eps)
+
+
+def _layer(config: ModelConfig, index: int, weights: WeightSource, ops: ModelOps) -> DecoderLayer:
+    prefix, hidden, inner = f"transformer.h.{index}", config.hidden_size, config.intermediate_size
+    dim, scale = config.head_dim - PLACES, config.layer_scales[index]
+
+    def linear(name: str, out_size: int, in_size: int, cut: Cut) -> Handle:
+        module = f"{prefix}.{name}"
+        weight = weights.weight(module, out_size, in_size, cut=cut)
+        return ops.make_linear([weight], [weights.bias(module, out_size, cut=cut)])
+
+    places = query_places(bloom_slopes(config.num_heads), scale, weights.dtype).to(ops.device)
+    attention = FusedAttentionBlock(
+        norm=_norm(config, weights, f"{prefix}.input_layernorm"),
+        qkv=linear("self_attention.query_key_value", 3 * hidden, hidden, "rows"),
+        layer=AttentionLayer(config.num_heads, None, None, scale, 0),
+        output=linear("self_attention.dense", hidden, hidden, "columns"),
+        heads=FusedHeads(config.num_heads, config.num_heads, dim, by_group=True, places=places),
+    )
+    mlp = MLPBlock(
+        norm=_norm(config, weights, f"{prefix}.post_attention_layernorm"),
+        up=linear("mlp.dense_h_to_4h", inner, hidden, "rows"),
+        activation=config.activation,
+        down=linear("mlp.dense_4h_to_h", hidden, inner, "columns"),
+    )
+    return DecoderLayer(attention, mlp)
+
+
+class BloomForCausalLM(Decoder):
+    """Loaded while it is built. ``max_positions`` is not needed: no table has positions."""
+
+    def __init__(self, config: ModelConfig, weights: WeightSource, ops: ModelOps, max_positions: int) -> None:
+        table = weights.table(config.embedding, config.vocab_size, config.hidden_size)
+        embedding = ops.make_embedding(table, tied=config.tie_word_embeddings)
+        self._embedding_norm = _norm(config, weights, "transformer.word_embeddings_layernorm")
+        layers = [_layer(config, i, weights, ops) for i in range(config.num_layers)]
+        norm = _norm(config, weights, "transformer.ln_f")
+        head = embedding if config.tie_word_embeddings else ops.make_head(weights.table(*config.head_shape))
+        super().__init__(ops, layers, embedding=embedding, norm=norm, head=head)
+
+    def embed(self, batch: Batch) -> Residual:
+        residual = super().embed(batch)
+        ops = self._ops
+        ops.plain(residual, batch).copy_(ops.normed(residual, self._embedding_norm, batch))
+        return residual

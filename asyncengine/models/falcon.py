@@ -1,0 +1,131 @@
+"""FalconForCausalLM (TII 2023), of 7B, 40B, 180B and RW: three orders of heads, rotary positions or linear biases."""
+
+from __future__ import annotations
+
+from asyncengine.kernels.ops import Activation, AttentionLayer, Handle, KVSpec, ModelOps, Norm
+from asyncengine.models.alibi import (
+    PLACES,
+    FusedAttentionBlock,
+    FusedHeads,
+    bloom_slopes,
+    check_positions,
+    query_places,
+)
+from asyncengine.models.config import LayerNorms, ModelConfig, RawConfig, require_full_attention
+from asyncengine.models.decoder import Decoder, DecoderLayer, Layer, MLPBlock, ParallelLayer
+from asyncengine.models.files import excerpt
+from asyncengine.models.rope_settings import read_rope, scaled_positions
+from asyncengine.models.rotary import rotary_table
+from asyncengine.models.weights.shard import Cut
+from asyncengine.models.weights.source import WeightSource
+
+_ACTIVATIONS: dict[str, Activation] = {"gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh"}
+
+
+def read_config(raw: RawConfig) -> ModelConfig:
+    raw = raw.renamed({"n_embed": "hidden_size", "n_layer": "num_hidden_layers", "n_head": "num_attention_heads"})
+    hidden_size = raw.integer("hidden_size", 4544)
+    num_layers, num_heads = raw.integer("num_hidden_layers", 32), raw.integer("num_attention_heads", 71)
+    if hidden_size % num_heads:
+        raise raw.unsupported(f"hidden_size = {hidden_size} over {num_heads} heads")
+    dim, grouped = hidden_size // num_heads, raw.flag("new_decoder_architecture", False)
+    alibi = raw.flag("alibi", False)
+    num_kv_heads = num_heads if raw.values.get("num_kv_heads") is None else raw.integer("num_kv_heads")
+    if not grouped:
+        num_kv_heads = 1 if raw.flag("multi_query", True) else num_heads
+    if num_heads % num_kv_heads:
+        raise raw.unsupported(f"{num_heads} attention heads over {num_kv_heads} key-value heads")
+    activation = raw.get("activation", str, "gelu")
+    if activation not in _ACTIVATIONS:
+        raise raw.unsupported(f"activation = {excerpt(activation)}")
+    max_positions = raw.integer("max_position_embeddings", 2048)
+    require_full_attention(raw, num_layers, max_positions)
+    rope = None if alibi else read_rope(raw, max_positions, dim)
+    if alibi:
+        check_positions(raw, max_positions)
+    bias, parallel = raw.flag("bias", False), grouped or raw.flag("parallel_attn", True)
+    norms = raw.values.get("num_ln_in_parallel_attn")
+    two_norms = parallel and grouped and (norms is None or raw.integer("num_ln_in_parallel_attn") == 2)
+    if grouped and not raw.flag("parallel_attn", True):
+        raise raw.unsupported("new_decoder_architecture with parallel_attn = False")
+    places = PLACES if alibi else 0
+    return ModelConfig(
+        vocab_size=raw.integer("vocab_size", 65_024),
+        hidden_size=hidden_size,
+        intermediate_size=4 * hidden_size
+        if raw.values.get("ffn_hidden_size") is None
+        else raw.integer("ffn_hidden_size"),
+        num_layers=num_layers,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=dim + places,
+        max_positions=scaled_positions(rope, max_positions) if rope else max_positions,
+        norm_eps=raw.number("layer_norm_epsilon", 1e-5),
+        activation=_ACTIVATIONS[activation],
+        tie_word_embeddings=raw.flag("tie_word_embeddings", True),
+        initializer_range=raw.number("initializer_range", 0.02),
+        layer_scales=(dim**-0.5,) * num_layers,
+        layer_caches=(KVSpec(num_kv_heads, dim + places),) * num_layers,
+        layer_ropes=(rope,) * num_layers,
+        qkv_bias=bias,
+        output_bias=bias,
+        mlp_bias=bias,
+        parallel_blocks=parallel,
+        layer_norms=_norm_names(parallel, two_norms),
+        positions_in_keys=alibi,
+        embedding="transformer.word_embeddings",
+    )
+
+
+def _norm_names(parallel: bool, two: bool) -> LayerNorms:
+    if two:
+        return LayerNorms(before_attention="ln_attn", before_mlp="ln_mlp")
+    behind = None if parallel else "post_attention_layernorm"
+    return LayerNorms(before_attention="input_layernorm", before_mlp=behind)
+
+
+class FalconForCausalLM(Decoder):
+    """Loaded while it is built."""
+
+    def __init__(self, config: ModelConfig, weights: WeightSource, ops: ModelOps, max_positions: int) -> None:
+        hidden, rope = config.hidden_size, config.layer_ropes[0]
+        table = weights.table(config.embedding, config.vocab_size, hidden)
+        embedding = ops.make_embedding(table, tied=config.tie_word_embeddings)
+        cos_sin = None if rope is None else rotary_table(rope, config.head_dim, max_positions).to(ops.device)
+        places = None
+        if config.positions_in_keys:  # scores are scaled with their biases
+            places = query_places(bloom_slopes(config.num_heads), 1.0, weights.dtype).to(ops.device)
+
+        def norm(name: str) -> Norm:
+            weight, bias = (weights.tensor(f"transformer.{name}.{part}", hidden) for part in ("weight", "bias"))
+            return Norm(weight, bias, config.norm_eps)
+
+        def layer(index: int) -> Layer:
+            prefix, inner = f"h.{index}", config.intermediate_size
+            dim = hidden // config.num_heads
+
+            def linear(name: str, out_size: int, in_size: int, cut: Cut) -> Handle:
+                module = f"transformer.{prefix}.{name}"
+                weight = weights.weight(module, out_size, in_size, cut=cut)
+                return ops.make_linear([weight], [weights.bias(module, out_size, cut=cut) if config.mlp_bias else None])
+
+            names = config.layer_norms
+            before = norm(f"{prefix}.{names.before_attention}")
+            attention = FusedAttentionBlock(
+                norm=before,
+                qkv=linear("self_attention.query_key_value", hidden + 2 * config.num_kv_heads * dim, hidden, "rows"),
+                layer=AttentionLayer(config.num_heads, None, cos_sin, config.layer_scales[index], 0),
+                output=linear("self_attention.dense", hidden, hidden, "columns"),
+                heads=FusedHeads(config.num_heads, config.num_kv_heads, dim, by_group=True, places=places),
+            )
+            mlp = MLPBlock(
+                norm=before if names.before_mlp is None else norm(f"{prefix}.{names.before_mlp}"),
+                up=linear("mlp.dense_h_to_4h", inner, hidden, "rows"),
+                activation=config.activation,
+                down=linear("mlp.dense_4h_to_h", hidden, inner, "columns"),
+            )
+            return ParallelLayer(attention, mlp) if config.parallel_blocks else DecoderLayer(attention, mlp)
+
+        layers = [layer(i) for i in range(config.num_layers)]
+        head = embedding if config.tie_word_embeddings else ops.make_head(weights.table(*config.head_shape))
+        super().__init__(ops, layers, embedding=embedding, norm=norm("ln_f"), head=head)
