@@ -1,4 +1,7 @@
-"""FalconForCausalLM (TII 2023), of 7B, 40B, 180B and RW: three orders of heads, rotary positions or linear biases."""
+"""FalconForCausalLM (TII 2023), of 7B, 40B, 180B and RW: three orders of heads, rotary positions or linear biases.
+
+transformers rounds the products of slopes and positions to bfloat16. Here they are exact.
+"""
 
 from __future__ import annotations
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from transformers.models.falcon.modeling_falcon import build_alibi_tensor
+from transformers.models.bloom.modeling_bloom import build_alibi_tensor
 from transformers.models.mpt.modeling_mpt import build_mpt_alibi_tensor
 
 from asyncengine.models.alibi import PLACES, FusedHeads, bloom_slopes, power_slopes, query_places
