@@ -250,7 +250,8 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "falcon": ("Falcon", FALCON),
     "falcon-groups": ("Falcon", FALCON | {"new_decoder_architecture": True, "num_kv_heads": 2}),
     "falcon-one-norm": (
-        "Falcon", FALCON | {"new_decoder_architecture": True, "num_kv_heads": 3, "num_ln_in_parallel_attn": 1},
+        "Falcon",
+        FALCON | {"new_decoder_architecture": True, "num_kv_heads": 3, "num_ln_in_parallel_attn": 1, "bias": True},
     ),
     "falcon-alibi": (
         "Falcon",
