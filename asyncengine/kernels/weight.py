@@ -18,6 +18,24 @@ DENSE = "dense"
 """One tensor, "weight" [N, K] in the model's dtype. It may be the transposed view of a contiguous tensor."""
 FLOAT8 = "float8"
 """Two tensors: "values" float8 [N, K], and "scale" float32 [N] by which the rows of values are multiplied."""
+INT4 = "int4"
+"""Numbers of 4 bits in groups of columns that share a scale (see kernels/grouped.py).
+
+- "codes": uint8 [N, K / 2], the code of an even column in the low half of a byte.
+- "scales": float32 or float16 [N, K / G].
+- "offsets": like "scales"; absent: none.
+- "table": float32 [16], the number of each code; absent: a code stands for itself less 8.
+- "order": int32 [K], absent: as it is.
+
+The group size G is K, or a power of two from 16 that divides K. An element is scale * number + offset. Column k
+multiplies x[:, order[k]].
+"""
+INT8 = "int8"
+"""As INT4, with "codes" int8 [N, K] that stand for themselves, and no table."""
+FLOAT8_GROUPS = "float8_groups"
+"""As INT8, with "codes" in float8 (e4m3). Blocks of 128 x 128 that share a scale repeat it in each of their rows."""
+
+GROUPED = (INT4, INT8, FLOAT8_GROUPS)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -7,9 +7,10 @@ from collections.abc import Sequence
 from asyncengine.kernels.cpu.linear.formats.base import Format
 from asyncengine.kernels.cpu.linear.formats.dense import Dense
 from asyncengine.kernels.cpu.linear.formats.float8 import Float8
-from asyncengine.kernels.weight import DENSE, FLOAT8, PackedWeight, form_in
+from asyncengine.kernels.cpu.linear.formats.grouped import Grouped
+from asyncengine.kernels.weight import DENSE, FLOAT8, GROUPED, PackedWeight, form_in
 
-FORMATS: dict[str, Format] = {DENSE: Dense(), FLOAT8: Float8()}
+FORMATS: dict[str, Format] = {DENSE: Dense(), FLOAT8: Float8(), **dict.fromkeys(GROUPED, Grouped())}
 
 
 def format_of(weights: Sequence[PackedWeight]) -> Format:

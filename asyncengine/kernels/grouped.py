@@ -1,0 +1,93 @@
+"""Weights whose columns share scales in groups: the formats INT4, INT8 and FLOAT8_GROUPS of kernels/weight.py.
+
+    W[n, order[k]] = scale[n, k // G] * number(code[n, k]) + offset[n, k // G]
+
+Products multiply inputs that stay in floats. The functions here are the reference of what kernels read.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from asyncengine.kernels.float8 import FLOAT8
+from asyncengine.kernels.weight import FLOAT8_GROUPS, INT4, INT8, PackedWeight
+
+SMALLEST_GROUP = 16
+
+_CODES = {INT4: torch.uint8, INT8: torch.int8, FLOAT8_GROUPS: FLOAT8}
+
+
+def is_group_size(size: int, columns: int) -> bool:
+    """Return whether weights of as many columns can have groups of this size."""
+    power = size >= SMALLEST_GROUP and size & (size - 1) == 0
+    return size == columns or (power and columns % size == 0)
+
+
+def group_size(weight: PackedWeight) -> int:
+    """Number of columns that share a scale."""
+    return weight.in_features // weight.tensors["scales"].shape[1]
+
+
+def make_grouped(
+    form: str,
+    codes: Tensor,
+    scales: Tensor,
+    offsets: Tensor | None = None,
+    *,
+    table: Tensor | None = None,
+    order: Tensor | None = None,
+) -> PackedWeight:
+    """A weight of the tensors of its format. Raises ValueError for shapes or dtypes that do not fit."""
+    n, k = codes.shape[0], codes.shape[1] * (2 if form == INT4 else 1)
+    groups = scales.shape[1] if scales.dim() == 2 and scales.shape[1] else 0
+    if codes.dtype != _CODES[form] or scales.dtype not in (torch.float32, torch.float16):
+        raise ValueError(f"{form} has codes of {_CODES[form]} and scales of float32 or float16, got {codes.dtype}")
+    if len(scales) != n or not groups or k % groups or not is_group_size(k // groups, k):
+        raise ValueError(f"scales {list(scales.shape)} do not fit a weight [{n}, {k}]")
+    tensors = {"codes": codes, "scales": scales}
+    if offsets is not None:
+        if offsets.shape != scales.shape or offsets.dtype != scales.dtype:
+            raise ValueError(f"offsets {list(offsets.shape)} are not like scales {list(scales.shape)}")
+        tensors["offsets"] = offsets
+    if table is not None:
+        if form != INT4 or table.shape != (16,) or table.dtype != torch.float32:
+            raise ValueError(f"a table of {form} must be float32 [16], got {table.dtype} {list(table.shape)}")
+        tensors["table"] = table
+    if order is not None:
+        if order.shape != (k,) or order.dtype != torch.int32:
+            raise ValueError(f"an order must be int32 [{k}], got {order.dtype} {list(order.shape)}")
+        tensors["order"] = order
+    return PackedWeight(form, tensors, n, k)
+
+
+def pack_nibbles(codes: Tensor) -> Tensor:
+    """Codes below 16 uint8 [..., K] as bytes uint8 [..., K / 2], the even columns in the low halves."""
+    return codes[..., ::2] | (codes[..., 1::2] << 4)
+
+
+def unpack_nibbles(packed: Tensor) -> Tensor:
+    """Codes uint8 [..., K] of bytes uint8 [..., K / 2]."""
+    return torch.stack((packed & 15, packed >> 4), -1).flatten(-2)
+
+
+def numbers(weight: PackedWeight) -> Tensor:
+    """The numbers of the codes in float32 [N, K], in the order in which they are packed."""
+    codes = weight.tensors["codes"]
+    if weight.format != INT4:
+        return codes.float()
+    codes, table = unpack_nibbles(codes), weight.tensors.get("table")
+    return codes.float() - 8 if table is None else table[codes.int()]
+
+
+def unpack(weight: PackedWeight) -> Tensor:
+    """The matrix [N, K] in float32, its columns in the order of the inputs."""
+    tensors = weight.tensors
+    values = numbers(weight).view(weight.out_features, tensors["scales"].shape[1], -1)
+    made = values * tensors["scales"].float()[..., None]
+    if (offsets := tensors.get("offsets")) is not None:
+        made = made + offsets.float()[..., None]
+    made = made.flatten(1)
+    if (order := tensors.get("order")) is None:
+        return made
+    return torch.empty_like(made).index_copy_(1, order.long(), made)
