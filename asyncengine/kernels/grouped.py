@@ -7,11 +7,13 @@ Products multiply inputs that stay in floats. The functions here are the referen
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from asyncengine.kernels.float8 import FLOAT8
-from asyncengine.kernels.weight import FLOAT8_GROUPS, INT4, INT8, PackedWeight
+from asyncengine.kernels.weight import FLOAT8_GROUPS, GROUPED, INT4, INT8, PackedWeight
 
 SMALLEST_GROUP = 16
 
@@ -69,6 +71,22 @@ def pack_nibbles(codes: Tensor) -> Tensor:
 def unpack_nibbles(packed: Tensor) -> Tensor:
     """Codes uint8 [..., K] of bytes uint8 [..., K / 2]."""
     return torch.stack((packed & 15, packed >> 4), -1).flatten(-2)
+
+
+def are_alike(weights: Sequence[PackedWeight]) -> bool:
+    """Return whether weights side by side have one format, size of groups, table and order of columns."""
+    first = weights[0]
+    for weight in weights[1:]:
+        if weight.format != first.format:
+            return False
+        if first.format in GROUPED:
+            if group_size(weight) != group_size(first) or weight.tensors.keys() != first.tensors.keys():
+                return False
+            for name in ("table", "order"):
+                one, other = first.tensors.get(name), weight.tensors.get(name)
+                if one is not None and other is not None and not one.is_meta and not torch.equal(one, other):
+                    return False
+    return True
 
 
 def numbers(weight: PackedWeight) -> Tensor:

@@ -146,7 +146,7 @@ class LayerWeights:
             matrices.append(self.weights.weight(module, total if fused else size, in_size, **how))
             biases.append(self.weights.bias(module, total if fused else size, **how) if bias else None)
             first += size
-        return self.ops.make_linear(matrices, biases)
+        return self.ops.make_linear(self.weights.side_by_side(matrices), biases)
 
     def norm(self, name: str, size: int) -> Norm:
         return make_norm(self.config, self.weights.tensor(f"{self.name}.{name}.weight", size))

@@ -53,7 +53,9 @@ def mixture_block(layer: LayerWeights) -> MixtureBlock:
     block = f"{layer.name}.{names.block}"
     modules = [f"{block}.experts.{index}" for index in range(mixture.num_experts)]
     up = [
-        [weights.weight(f"{module}.{name}", inner, hidden, cut="rows") for name in (names.gate, names.up)]
+        weights.side_by_side(
+            [weights.weight(f"{module}.{name}", inner, hidden, cut="rows") for name in (names.gate, names.up)]
+        )
         for module in modules
     ]
     down = [weights.weight(f"{module}.{names.down}", hidden, inner, cut="columns") for module in modules]
@@ -77,7 +79,9 @@ def mixture_block(layer: LayerWeights) -> MixtureBlock:
 def _shared_expert(layer: LayerWeights, block: str, mixture: Mixture) -> SharedExpert:
     config, ops, weights, inner = layer.config, layer.ops, layer.weights, mixture.shared_size
     module, names, hidden = f"{block}.{mixture.names.shared}", mixture.names, config.hidden_size
-    up = [weights.weight(f"{module}.{name}", inner, hidden, cut="rows") for name in (names.gate, names.up)]
+    up = weights.side_by_side(
+        [weights.weight(f"{module}.{name}", inner, hidden, cut="rows") for name in (names.gate, names.up)]
+    )
     down = weights.weight(f"{module}.{names.down}", hidden, inner, cut="columns")
     gate = None
     if mixture.gated_share:

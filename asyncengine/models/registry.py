@@ -43,7 +43,8 @@ from asyncengine.models import (
 )
 from asyncengine.models.config import ModelConfig, RawConfig
 from asyncengine.models.files import excerpt
-from asyncengine.models.weights.formats import TensorSource
+from asyncengine.models.weights.formats.base import TensorSource
+from asyncengine.models.weights.formats.choose import METHODS, MXFP4, check_method
 from asyncengine.models.weights.source import WeightSource
 
 logger = logging.getLogger(__name__)
@@ -72,7 +73,7 @@ class Family(NamedTuple):
     """Values of model_type, by which transformers chooses its class."""
     quantizable: bool = True
     """True if float8 kernels can serve the family: its norms are RMS norms and its activation is silu_mul."""
-    packings: tuple[str, ...] = ()
+    packings: tuple[str, ...] = tuple(METHODS)
     """Values of quant_method in quantization_config whose tensors the family reads."""
     num_parameters: int = 0
     """Parameters of the one model that modules of transformers compute; 0 for native code."""
@@ -94,7 +95,7 @@ FAMILIES = {
     "Glm4MoeForCausalLM": Family(glm4_moe.read_config, glm4_moe.Glm4MoeForCausalLM, ("glm4_moe",)),
     "MiniMaxM2ForCausalLM": Family(minimax_m2.read_config, minimax_m2.MiniMaxM2ForCausalLM, ("minimax_m2",)),
     "GptOssForCausalLM": Family(
-        gpt_oss.read_config, gpt_oss.GptOssForCausalLM, ("gpt_oss",), quantizable=False, packings=("mxfp4",)
+        gpt_oss.read_config, gpt_oss.GptOssForCausalLM, ("gpt_oss",), quantizable=False, packings=(MXFP4,)
     ),
     "Gemma2ForCausalLM": Family(gemma2.read_config, gemma2.Gemma2ForCausalLM, ("gemma2",), quantizable=False),
     "Gemma3ForCausalLM": Family(gemma3.read_config, gemma3.Gemma3ForCausalLM, ("gemma3_text",), quantizable=False),
@@ -217,7 +218,7 @@ def settle_head(config: ModelConfig, weights: TensorSource) -> ModelConfig:
     if config.labels or config.foreign:
         return config
     if not config.tie_word_embeddings:
-        if head in weights:
+        if any(f"{config.head_shape[0]}.{name}" in weights for name in ("weight", "qweight", "weight_packed")):
             return config
         logger.warning("the checkpoint has no %s: the model gives vectors and generates no text", head)
         return replace(config, tie_word_embeddings=True, has_head=False)
@@ -296,9 +297,8 @@ def find_family(raw: RawConfig) -> tuple[str, Family]:
             "and their bases and classifiers"
         )
     family = FAMILIES[name]
-    packing = raw.get("quantization_config", dict, {}).get("quant_method")
-    packed = ("quantization_config",) if packing in family.packings else ()
-    _require_one_value(raw, (*family.reads, *packed))
+    check_method(raw, family.packings)
+    _require_one_value(raw, (*family.reads, "quantization_config"))
     kind = raw.get("model_type", str, None)
     if kind not in family.model_types and any(kind in other.model_types for other in FAMILIES.values()):
         raise raw.unsupported(f"model_type = {excerpt(kind)} with architecture {name}")

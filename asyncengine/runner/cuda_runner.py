@@ -21,7 +21,7 @@ from asyncengine.kernels.cuda.ops import CudaOps, CudaOptions
 from asyncengine.kernels.cuda.trials import examine
 from asyncengine.kernels.weight import FLOAT8
 from asyncengine.models.config import ModelConfig
-from asyncengine.models.weights.formats import choose_format
+from asyncengine.models.weights.formats.at_load import at_load
 from asyncengine.runner.costs.cuda import Machine, cuda_costs
 from asyncengine.runner.costs.table import KnownCosts
 from asyncengine.runner.host.rows import HostRows
@@ -183,7 +183,7 @@ class CudaRunner:
 def cuda_options(config: EngineConfig, gpu: Gpu) -> CudaOptions:
     """Return the settings of the kernels that the configuration asks for. Raises ConfigError if the card cannot run
     them."""
-    needed = {f"quantization={config.quantization}": FORMATS[choose_format(config.quantization).packed]}
+    needed = {f"quantization={config.quantization}": FORMATS[at_load(config.quantization).packed]}
     if config.float8_cache:
         needed[f"kv_cache_dtype={config.kv_cache_dtype}"] = FORMATS[FLOAT8]
     for setting, form in needed.items():

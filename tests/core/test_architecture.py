@@ -40,6 +40,8 @@ kernels/cuda/linear
 kernels/cuda/experts
 kernels/cuda
 models/files
+models/rotary
+models/config
 models/weights
 models
 text

@@ -29,7 +29,7 @@ from asyncengine.errors import (
 from asyncengine.kernels.cpu.reference import ReferenceOps
 from asyncengine.models.config import RawConfig
 from asyncengine.models.registry import find_family
-from asyncengine.models.weights.checkpoint import DummyWeights
+from asyncengine.models.weights.dummy import DummyWeights
 from asyncengine.models.weights.shard import WHOLE, Part
 from asyncengine.models.weights.source import WeightSource
 from asyncengine.runner.steps.model_runner import CpuModelRunner

@@ -24,8 +24,10 @@ from asyncengine.kernels.weight import DENSE, FLOAT8, PackedWeight, common_forma
 from asyncengine.models.config import RawConfig
 from asyncengine.models.llama import LayerWeights, mlp_block
 from asyncengine.models.registry import find_family
-from asyncengine.models.weights.checkpoint import Checkpoint, DummyWeights
-from asyncengine.models.weights.formats import Dense, Float8AtLoad, choose_format
+from asyncengine.models.weights.checkpoint import Checkpoint
+from asyncengine.models.weights.dummy import DummyWeights
+from asyncengine.models.weights.formats.at_load import Float8AtLoad, at_load
+from asyncengine.models.weights.formats.base import Dense
 from asyncengine.models.weights.shard import WHOLE, Part, Shard
 from asyncengine.models.weights.source import WeightSource
 from tests.kernels.interpreter import repair_interpreter
@@ -171,7 +173,7 @@ def test_float8_is_made_of_projections_and_of_nothing_else(checkpoint: Path) -> 
     embedding = "model.embed_tokens" if llama else "transformer.wte"
     projection = "model.layers.0.mlp.up_proj" if llama else "transformer.h.0.mlp.c_fc"
     tensors = Checkpoint(checkpoint, torch.bfloat16)
-    source = WeightSource(tensors, choose_format("fp8"))
+    source = WeightSource(tensors, at_load("fp8"))
     table = source.table(embedding, *stored[f"{embedding}.weight"].shape)
     assert table.format == DENSE
     before = tensors.owned_bytes
@@ -184,8 +186,8 @@ def test_float8_is_made_of_projections_and_of_nothing_else(checkpoint: Path) -> 
     assert torch.equal(weight.tensors["values"].float(), twin.values.float())
     assert torch.equal(weight.tensors["scale"], twin.scale)
     assert tensors.owned_bytes - before == weight.nbytes
-    assert isinstance(choose_format("none"), Dense)
-    assert not isinstance(choose_format("none"), Float8AtLoad)
+    assert isinstance(at_load("none"), Dense)
+    assert not isinstance(at_load("none"), Float8AtLoad)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -1,9 +1,8 @@
-"""Weights: from safetensors files, mapped into memory, or random."""
+"""Weights from safetensors files, mapped into memory."""
 
 from __future__ import annotations
 
 import logging
-import math
 import os
 import re
 from pathlib import Path
@@ -14,8 +13,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from asyncengine.errors import ConfigError, MissingWeightError, ModelError, UnsupportedModelError, WeightMismatchError
-from asyncengine.machine import total_memory
+from asyncengine.errors import MissingWeightError, ModelError, UnsupportedModelError, WeightMismatchError
+from asyncengine.kernels.weight import PackedWeight
 from asyncengine.models.files import checked_size, excerpt
 from asyncengine.models.weights.shard import WHOLE, Part
 
@@ -194,6 +193,7 @@ class Checkpoint:
         self._renamed = _names_of_transformers(self._shard_of)
         self._shared = self._shared_names()
         self._used: set[str] = set()
+        self._raw: set[int] = set()  # addresses of the storages that ``raw`` gave
         self._progress = Progress(sum(checked_size(path) for path in set(self._shard_of.values())), enabled=progress)
 
     @property
@@ -239,6 +239,36 @@ class Checkpoint:
 
     def uint8(self, name: str, *shape: int) -> Tensor:
         return self._read(name, shape, kinds=(torch.uint8,)).to(self._device)
+
+    is_random = False
+
+    def is_float(self, name: str) -> bool:
+        key = self._key(name)
+        return key is not None and self._header(key).dtype in _FLOATS
+
+    def sized(self, name: str) -> int | None:
+        return self._header(self._require(name)).numel()
+
+    def raw(
+        self,
+        name: str,
+        *shapes: tuple[int, ...],
+        kinds: tuple[torch.dtype, ...],
+        parameters: int = 0,
+        elements: bool = False,
+    ) -> Tensor:
+        tensor = _aligned(self._read(name, *shapes, kinds=kinds, elements=elements, parameters=parameters))
+        self._raw.add(tensor.untyped_storage().data_ptr())
+        return tensor if elements else tensor.to(self._device)
+
+    def keep(self, weight: PackedWeight) -> PackedWeight:
+        for tensor in weight.tensors.values():
+            if not tensor.is_meta and tensor.untyped_storage().data_ptr() in self._raw:
+                tensor.view(torch.uint8).flatten()[::_PAGE].sum()  # reads the pages now, as ``get`` does
+                self.mapped_bytes += tensor.nbytes
+            else:
+                self.owned_bytes += tensor.nbytes
+        return weight
 
     def float32(self, name: str, count: int) -> Tensor:
         return self._own(self._read(name, (count,)).to(self._device, torch.float32))
@@ -338,9 +368,17 @@ class Checkpoint:
             return self._tensor(key)
 
     def _read(
-        self, name: str, *shapes: tuple[int, ...], kinds: tuple[torch.dtype, ...] = _FLOATS, elements: bool = False
+        self,
+        name: str,
+        *shapes: tuple[int, ...],
+        kinds: tuple[torch.dtype, ...] = _FLOATS,
+        elements: bool = False,
+        parameters: int | None = None,
     ) -> Tensor:
-        """A tensor of one of the shapes; on the device "meta" without its elements, unless these are asked for."""
+        """A tensor of one of the shapes; on the device "meta" without its elements, unless these are asked for.
+
+        It counts as so many ``parameters``; None: as many as it has elements.
+        """
         key = self._require(name)
         path = self._shard_of[key]
         tensor = self._header(key) if self._device.type == "meta" and not elements else self._tensor(key)
@@ -350,114 +388,25 @@ class Checkpoint:
                 f"tensor {key} in {path}: expected shape {expected}, found {excerpt(tuple(tensor.shape))}"
             )
         if tensor.dtype not in kinds:
-            wanted = "floats" if kinds is _FLOATS else "bytes"
+            wanted = "floats" if kinds is _FLOATS else " or ".join(map(str, kinds))
             raise WeightMismatchError(f"tensor {key} in {path}: expected {wanted}, found {tensor.dtype}")
-        self._use(key, tensor)
+        self._use(key, tensor, tensor.numel() if parameters is None else parameters)
         return tensor
 
     def _stored(self, key: str) -> Tensor:
         tensor = _aligned(self._tensor(key))
-        self._use(key, tensor)
+        self._use(key, tensor, tensor.numel())
         if tensor.dtype == self._dtype and self._device == _CPU:
             self.mapped_bytes += tensor.nbytes
         else:
             self.owned_bytes += tensor.numel() * self._dtype.itemsize
         return tensor
 
-    def _use(self, key: str, tensor: Tensor) -> None:
+    def _use(self, key: str, tensor: Tensor, parameters: int) -> None:
         if key not in self._used:  # several projections may share it
             self._used.add(key)
-            self.num_parameters += tensor.numel()
+            self.num_parameters += parameters
             self._progress.add(tensor.nbytes)
-
-
-class DummyWeights:
-    """A TensorSource of random numbers: matrices normal(0, std), biases 0, norms 1.
-
-    Matrices are cut from one pool of random numbers at random places, which takes an eighth of the time of
-    drawing every element. The pool's size is prime, so that the rows of a matrix differ.
-    """
-
-    _POOL = 1_048_583
-
-    def __init__(self, dtype: torch.dtype, std: float, seed: int, *, device: torch.device = _CPU) -> None:
-        self.num_parameters = 0
-        self.mapped_bytes = 0
-        self.owned_bytes = 0
-        self._room = total_memory() if device == _CPU else None
-        self._generator = torch.Generator().manual_seed(seed)
-        self._pool = torch.empty(self._POOL).normal_(0, std, generator=self._generator).to(device, dtype)
-
-    rotates_neighbours = False
-
-    def stored(self) -> None:
-        """Random weights are drawn by shape."""
-        return
-
-    def __contains__(self, name: str) -> bool:
-        """Random weights have every tensor that a model asks for."""
-        return True
-
-    def equal(self, name: str, other: str) -> bool:
-        """A tied head is the embedding."""
-        return True
-
-    def get(self, name: str, *shape: int, part: Part = WHOLE) -> Tensor:
-        if part.rows is not None:
-            first, behind = part.rows
-            shape, part = (behind - first, *shape[1:]), part._replace(rows=None)
-        needed = self.owned_bytes + math.prod(shape) * self._pool.itemsize
-        if self._room is not None and needed > self._room:
-            raise ConfigError(f"the weights do not fit into memory: {needed:,} bytes of {self._room:,}, up to {name}")
-        tensor = torch.empty(shape, dtype=self._pool.dtype, device=self._pool.device)
-        if name.endswith(".bias"):
-            tensor.zero_()
-        elif len(shape) == 1:
-            tensor.fill_(1)
-        elif not tensor.is_meta:
-            self._fill(tensor.view(-1))
-        tensor = part.of(tensor).contiguous()
-        self.num_parameters += math.prod(shape)
-        self.owned_bytes += tensor.nbytes
-        return tensor
-
-    def get_transposed(self, name: str, *shape: int, part: Part = WHOLE) -> Tensor:
-        """A transposed view of numbers that are drawn for the transpose of ``shape``."""
-        axis = 1 - part.axis
-        return self.get(name, *shape[::-1], part=part._replace(axis=axis)).T
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self._pool.dtype
-
-    def uint8(self, name: str, *shape: int) -> Tensor:
-        """Random bytes; scales that make weights of them like others."""
-        device = self._pool.device
-        if name.endswith("_scales"):
-            return torch.full(shape, 120, dtype=torch.uint8, device=device)
-        return torch.randint(256, shape, dtype=torch.uint8, device=device, generator=self._generator)
-
-    def float32(self, name: str, count: int) -> Tensor:
-        return self.get(name, count).float()
-
-    def scales(self, name: str, count: int) -> Tensor | None:
-        """Random weights have no scales."""
-        return None
-
-    def close(self) -> None:
-        """There is nothing to close."""
-
-    def finish(self) -> None:
-        """There is nothing to finish."""
-
-    def _fill(self, flat: Tensor) -> None:
-        start = int(torch.randint(self._POOL, (1,), generator=self._generator))
-        done = 0
-        while done < len(flat):
-            piece = self._pool[start : start + len(flat) - done]
-            flat[done : done + len(piece)] = piece
-            done += len(piece)
-            start = 0
 
 
 def choose_dtype(wanted: str, stored: str, device: torch.device = _CPU) -> torch.dtype:

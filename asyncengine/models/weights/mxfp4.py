@@ -9,13 +9,14 @@ import torch
 from torch import Tensor
 
 BLOCK = 32
-_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-_BIAS = 127
+FP4_NUMBERS = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
+"""The number of each code of 4 bits."""
+BIAS = 127
 
 
 def unpack_mxfp4(blocks: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
     """The matrix [N, K] of blocks uint8 [N, K / 32, 16] and scales uint8 [N, K / 32], exactly."""
-    values = torch.tensor((*_VALUES, *(-value for value in _VALUES)), dtype=dtype, device=blocks.device)
+    values = torch.tensor(FP4_NUMBERS, dtype=dtype, device=blocks.device)
     pairs = torch.stack((blocks & 15, blocks >> 4), -1).flatten(-2).to(torch.int32)
-    factors = torch.exp2(scales.float() - _BIAS).to(dtype)
+    factors = torch.exp2(scales.float() - BIAS).to(dtype)
     return (values[pairs] * factors[..., None]).flatten(1)

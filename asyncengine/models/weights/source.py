@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from asyncengine.errors import UnsupportedModelError
-from asyncengine.kernels.weight import PackedWeight
-from asyncengine.models.weights.formats import Dense, TensorSource, WeightFormat
+from asyncengine.kernels.grouped import are_alike
+from asyncengine.kernels.weight import DENSE, PackedWeight, dense
+from asyncengine.models.weights.formats.base import Dense, TensorSource, WeightFormat
+from asyncengine.models.weights.formats.packed import to_dense
 from asyncengine.models.weights.mxfp4 import BLOCK, unpack_mxfp4
 from asyncengine.models.weights.shard import Cut, Shard
 
@@ -53,6 +57,14 @@ class WeightSource:
         """
         part, shape = self._shard.part(cut, blocks)._replace(rows=rows, order=order), (out_features, in_features)
         return self._format.weight(self._tensors, module, shape, part, transposed=transposed)
+
+    def side_by_side(self, weights: Sequence[PackedWeight]) -> list[PackedWeight]:
+        """Weights that share their input, in one format: those that differ in theirs are unpacked."""
+        if are_alike(weights):
+            return list(weights)
+        return [
+            weight if weight.format == DENSE else dense(to_dense(weight, self._tensors.dtype)) for weight in weights
+        ]
 
     def bias(
         self,

@@ -25,8 +25,9 @@ from asyncengine.machine import total_memory
 from asyncengine.models.config import ModelConfig, RawConfig
 from asyncengine.models.files import read_optional_json
 from asyncengine.models.registry import CausalLM, Family, choose_family, settle_head, settle_rotation
-from asyncengine.models.weights.checkpoint import Checkpoint, DummyWeights, choose_dtype
-from asyncengine.models.weights.formats import choose_format
+from asyncengine.models.weights.checkpoint import Checkpoint, choose_dtype
+from asyncengine.models.weights.dummy import DummyWeights
+from asyncengine.models.weights.formats.choose import choose_format
 from asyncengine.models.weights.hub import resolve_model
 from asyncengine.models.weights.source import WeightSource
 from asyncengine.runner.loop_config import choose_num_host_blocks, decodes_on_host
@@ -142,6 +143,7 @@ def load_model(config: EngineConfig, ops: Ops[Any, Any, Any], *, progress: bool 
     max_model_len = choose_max_model_len(config, model_config)
     _check_memory_beside_cache(config, model_config, max_model_len)
     dtype = dtype_of(config, architecture, family, raw, ops.device)
+    form = choose_format(config.quantization, raw)
     tensors = (
         DummyWeights(dtype, model_config.initializer_range, config.seed, device=ops.device)
         if dummy
@@ -149,7 +151,7 @@ def load_model(config: EngineConfig, ops: Ops[Any, Any, Any], *, progress: bool 
     )
     with contextlib.closing(tensors):
         model_config = settle_rotation(settle_head(model_config, tensors), tensors)
-        weights = WeightSource(tensors, choose_format(config.quantization))
+        weights = WeightSource(tensors, form)
         model = family.build(model_config, weights, ops, max_model_len)
         scales = kv_scales.stored(tensors, model_config) if config.float8_cache else None
         tensors.finish()

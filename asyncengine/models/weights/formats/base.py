@@ -1,4 +1,4 @@
-"""Formats of checkpoints: one class a format, which makes packed weights of the tensors of a module.
+"""The tensors of a checkpoint, and what a format makes of them.
 
 A format reads the tensors that it needs by the name of the module ("model.layers.0.mlp.up_proj"), checks their shapes,
 and takes the part of a rank.
@@ -11,8 +11,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from asyncengine.kernels.float8 import Quantization, pack_float8
-from asyncengine.kernels.weight import DENSE, FLOAT8, PackedWeight, dense
+from asyncengine.kernels.weight import DENSE, PackedWeight, dense
 from asyncengine.models.weights.shard import WHOLE, Part
 
 
@@ -52,15 +51,38 @@ class TensorSource(Protocol):
     def uint8(self, name: str, *shape: int) -> Tensor:
         """A tensor of bytes of this shape, for weights that are packed. Raises as ``get`` does."""
 
+    @property
+    def is_random(self) -> bool:
+        """Return whether random numbers stand in for a checkpoint: then every tensor is there."""
+
+    def is_float(self, name: str) -> bool:
+        """Return whether there is a tensor of that name whose numbers are floats of 16 bits or more."""
+
+    def raw(
+        self,
+        name: str,
+        *shapes: tuple[int, ...],
+        kinds: tuple[torch.dtype, ...],
+        parameters: int = 0,
+        elements: bool = False,
+    ) -> Tensor:
+        """A whole tensor as it is stored, of one of the shapes and dtypes, for as many parameters of the model.
+
+        On the device "meta" it holds nothing, unless its ``elements`` are asked for. Raises as ``get`` does.
+        """
+
+    def sized(self, name: str) -> int | None:
+        """Number of elements of a tensor; None for random ones. Raises MissingWeightError if there is none."""
+
+    def keep(self, weight: PackedWeight) -> PackedWeight:
+        """Count the memory of a weight that is made of ``raw`` tensors, and return it."""
+
     def get_transposed(self, name: str, *shape: int, part: Part = WHOLE) -> Tensor:
         """A matrix that is stored as the transpose of ``shape``: a transposed view, to be copied once."""
 
 
 class WeightFormat(Protocol):
     """A way in which a checkpoint stores its matrices."""
-
-    packed: str
-    """Format of the packed weights of projections."""
 
     def weight(
         self, tensors: TensorSource, module: str, shape: tuple[int, int], part: Part, *, transposed: bool
@@ -75,6 +97,7 @@ class Dense:
     """Each matrix is one tensor of floats, named MODULE.weight."""
 
     packed = DENSE
+    """Format of the packed weights of projections."""
 
     def weight(
         self, tensors: TensorSource, module: str, shape: tuple[int, int], part: Part, *, transposed: bool
@@ -84,25 +107,3 @@ class Dense:
 
     def table(self, tensors: TensorSource, module: str, shape: tuple[int, int], part: Part) -> PackedWeight:
         return dense(tensors.get(f"{module}.weight", *shape, part=part))
-
-
-class Float8AtLoad(Dense):
-    """A dense checkpoint whose projections become float8 when they are read. Embedding and head stay dense."""
-
-    packed = FLOAT8
-
-    def weight(
-        self, tensors: TensorSource, module: str, shape: tuple[int, int], part: Part, *, transposed: bool
-    ) -> PackedWeight:
-        given = super().weight(tensors, module, shape, part, transposed=transposed)
-        packed = pack_float8(given.tensors["weight"])
-        tensors.owned_bytes -= given.nbytes - packed.nbytes
-        return packed
-
-
-_AT_LOAD: dict[Quantization, WeightFormat] = {"none": Dense(), "fp8": Float8AtLoad()}
-
-
-def choose_format(quantization: Quantization) -> WeightFormat:
-    """The format in which a dense checkpoint's weights are wanted."""
-    return _AT_LOAD[quantization]
