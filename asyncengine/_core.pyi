@@ -169,6 +169,13 @@ class StepBatch:
     def block_table(self, row: int, num_blocks: int) -> npt.NDArray[np.int32]:
         """The first num_blocks block ids of a row; how many there are, the caller knows from its length."""
 
+class CodeType(enum.Enum):
+    """Kinds of codes of a weight whose columns share scales in groups."""
+
+    int4 = 0
+    int8 = 1
+    float8 = 2
+
 class CpuLinear:
     """Addresses of weights [rows[i], k] and biases [rows[i]] (0: none); the caller keeps the memory.
 
@@ -179,6 +186,11 @@ class CpuLinear:
         self, weights: Sequence[int], rows: Sequence[int], biases: Sequence[int], k: int, dtype: Dtype,
         panels: bool = False,
     ) -> None: ...  # fmt: skip
+    def set_codes(self, codes: Sequence[tuple[CodeType, int, int, int, int]], order: int) -> None:
+        """Weights are codes [rows[i], k], of 4 bits in pairs; ``order``: address of int32 [k], the element of x for
+        each column (0: its own). A matrix has its type, the columns of a group, addresses of scales float32
+        [k / group, rows[i]], of offsets alike (0: none), and of the numbers float32 [16] of 4 bits (else 0). 64 bytes
+        behind scales and offsets may be read."""
 
 class CpuExperts:
     """Experts whose matrices are alike: down times the activation of up."""

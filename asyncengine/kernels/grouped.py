@@ -17,6 +17,8 @@ from asyncengine.kernels.weight import FLOAT8_GROUPS, GROUPED, INT4, INT8, Packe
 
 SMALLEST_GROUP = 16
 
+_CLIPS = (1.0, 0.97, 0.94, 0.91, 0.88, 0.85, 0.82, 0.79, 0.76)
+"""Largest elements that ``round_to_groups`` tries, in shares of a group's largest."""
 _CODES = {INT4: torch.uint8, INT8: torch.int8, FLOAT8_GROUPS: FLOAT8}
 
 
@@ -71,6 +73,30 @@ def pack_nibbles(codes: Tensor) -> Tensor:
 def unpack_nibbles(packed: Tensor) -> Tensor:
     """Codes uint8 [..., K] of bytes uint8 [..., K / 2]."""
     return torch.stack((packed & 15, packed >> 4), -1).flatten(-2)
+
+
+def round_to_groups(form: str, weight: Tensor, size: int = 128) -> PackedWeight:
+    """Round a weight [N, K] to codes of INT4 or INT8, to nearest, with a scale for each group of columns.
+
+    The size of groups is halved until it divides K. Each scale is the best of some that clip the largest elements of
+    its group: that with the smallest sum of squares of errors.
+    """
+    while weight.shape[1] % size and size > SMALLEST_GROUP:
+        size //= 2
+    size = size if weight.shape[1] % size == 0 else weight.shape[1]
+    top = 7 if form == INT4 else 127
+    parts = weight.float().view(len(weight), -1, size)
+    largest = parts.abs().amax(-1).clamp_(min=1e-30)
+    scales, least = largest / top, torch.full_like(largest, torch.inf)
+    for clip in _CLIPS if form == INT4 else _CLIPS[:1]:
+        tried = largest * (clip / top)
+        codes = (parts / tried[..., None]).round_().clamp_(-top - 1, top)
+        errors = (codes * tried[..., None]).sub_(parts).square_().sum(-1)
+        scales, least = torch.where(errors < least, tried, scales), torch.minimum(errors, least)
+    codes = (parts / scales[..., None]).round_().clamp_(-top - 1, top).flatten(1)
+    if form == INT4:
+        return make_grouped(INT4, pack_nibbles((codes + 8).to(torch.uint8)), scales)
+    return make_grouped(INT8, codes.to(torch.int8), scales)
 
 
 def are_alike(weights: Sequence[PackedWeight]) -> bool:

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
+import torch
 from torch import Tensor
 
 FormT = TypeVar("FormT")
@@ -47,6 +48,8 @@ class PackedWeight:
     """The format's tensors by name."""
     out_features: int
     in_features: int
+    inputs: torch.dtype | None = None
+    """dtype of the inputs of products, where the tensors do not tell it"""
 
     @property
     def nbytes(self) -> int:

@@ -2,9 +2,11 @@
 #include "bindings/bindings.h"
 
 #include <algorithm>
+#include <bit>
 #include <memory>
 #include <optional>
 #include <string>
+#include <tuple>
 #include <vector>
 
 #include "core/step_batch.h"
@@ -80,6 +82,27 @@ std::shared_ptr<CpuLinear> make_linear(const std::vector<Address>& weights, cons
     linear->matrices.push_back({pointer(weights[i]), pointer(biases[i]), rows[i]});
   }
   return linear;
+}
+
+// Adds codes to the matrices of a linear: codes[i] = (type, columns of a group, scales, offsets, table).
+void set_codes(CpuLinear& linear, const std::vector<std::tuple<CodeType, int64_t, Address, Address, Address>>& codes,
+               Address order) {
+  require(codes.size() == linear.matrices.size(), "every matrix needs codes");
+  require(!linear.panels, "weights in panels have no codes");
+  for (size_t i = 0; i < codes.size(); ++i) {
+    const auto& [type, group, scales, offsets, table] = codes[i];
+    const bool power = group >= 16 && std::has_single_bit(static_cast<uint64_t>(group));
+    require(group == linear.k || (power && linear.k % group == 0), "a group must be all of a row, or a power of two from 16");
+    require(type != CodeType::kInt4 || (table != 0 && linear.k % 2 == 0), "codes of 4 bits need a table and an even k");
+    require(scales != 0, "codes need scales");
+    linear.matrices[i].codes = WeightCodes{.type = type,
+                                           .group_shift = group == linear.k ? 62 : std::countr_zero(static_cast<uint64_t>(group)),
+                                           .rows = linear.matrices[i].rows,
+                                           .scales = pointer<const float>(scales),
+                                           .offsets = pointer<const float>(offsets),
+                                           .table = pointer<const float>(table)};
+  }
+  linear.order = pointer<const int32_t>(order);
 }
 
 std::shared_ptr<CpuExperts> make_experts(const std::vector<std::shared_ptr<CpuLinear>>& up,
@@ -167,9 +190,15 @@ void bind_cpu_kernels(py::module_& m) {
       .value("gelu", ActivationFunction::kGelu)
       .value("clamped_silu", ActivationFunction::kClampedSilu);
 
+  py::enum_<CodeType>(m, "CodeType")
+      .value("int4", CodeType::kInt4)
+      .value("int8", CodeType::kInt8)
+      .value("float8", CodeType::kFloat8);
+
   py::class_<CpuLinear, std::shared_ptr<CpuLinear>>(m, "CpuLinear")
       .def(py::init(&make_linear), py::arg("weights"), py::arg("rows"), py::arg("biases"), py::arg("k"), py::arg("dtype"),
-           py::arg("panels") = false);
+           py::arg("panels") = false)
+      .def("set_codes", &set_codes, py::arg("codes"), py::arg("order"));
 
   py::class_<CpuExperts, std::shared_ptr<CpuExperts>>(m, "CpuExperts")
       .def(py::init(&make_experts), py::arg("up"), py::arg("down"), py::arg("function"), py::arg("gated"));

@@ -26,7 +26,7 @@ def random_grouped(
         codes, top = codes.view(torch.int8), 128.0
     scales = (torch.rand(rows, columns // group, generator=generator) + 0.5) / (1.0 if table else top)
     shifts = torch.randn(scales.shape, generator=generator)
-    permuted = torch.randperm(columns, generator=generator).to(torch.int32)
+    permuted = torch.randperm(columns, generator=torch.Generator().manual_seed(seed)).to(torch.int32)
     return make_grouped(
         form, codes, scales.to(dtype), shifts.to(dtype) if offsets else None,
         table=torch.tensor(NF4) if table else None, order=permuted if order else None,

@@ -89,6 +89,37 @@ def test_plans_for_float8_rows_compile(tmp_path):
     assert compiled.count("_tiled_kernel:wgmma") == 4, "64 channels are Hopper's own"
 
 
+GROUPED_PRODUCTS = """
+from tests.kernels.compile_for import install
+compiled = install()
+import torch
+from asyncengine.kernels.cuda.linear.grouped import GroupedMatrix, multiply
+from asyncengine.kernels.weight import FLOAT8_GROUPS, INT4, INT8
+
+def matrix(form, dtype, table=None, offsets=None):
+    codes = torch.empty(96, 128 if form == INT4 else 256, dtype=dtype)
+    scales = torch.empty(96, 2 if table is None else 16)
+    return GroupedMatrix(form, codes, scales, scales if offsets else None, table, None)
+
+for weight in (
+    matrix(INT4, torch.uint8, offsets=True), matrix(INT4, torch.uint8, torch.empty(16)), matrix(INT8, torch.int8),
+    matrix(FLOAT8_GROUPS, torch.float8_e4m3fn),
+):
+    for rows in (1, 20, 300):
+        x = torch.empty(rows, 256, dtype=torch.bfloat16)
+        multiply(x, weight, x[0, :96] if rows == 20 else None, torch.bfloat16)
+for name, kernel in compiled.items():
+    multiply = [word for word in ("wgmma", "mma.sync") if word in kernel.asm["ptx"]]
+    print(name.split()[0] + "".join(":" + word for word in multiply))
+"""
+
+
+def test_products_of_weights_in_codes_compile(tmp_path):
+    """One row without tensor cores, few with them, and weights unpacked for many."""
+    compiled = run(tmp_path, "-c", GROUPED_PRODUCTS)
+    assert sorted(compiled) == ["_product_kernel"] * 4 + ["_product_kernel:mma.sync"] * 4 + ["_unpack_kernel"] * 4
+
+
 TMA_PLANS = """
 from tests.kernels.compile_for import install
 compiled = install()

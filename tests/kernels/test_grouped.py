@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 
+from asyncengine._core import CpuKernels
+from asyncengine.kernels.cpu.linear.handle import CpuLinearHandle
 from asyncengine.kernels.cpu.ops import CpuOps
-from asyncengine.kernels.grouped import group_size, make_grouped, pack_nibbles, unpack, unpack_nibbles
+from asyncengine.kernels.cuda.linear.formats.base import as_tensor
+from asyncengine.kernels.cuda.ops import CudaOps
+from asyncengine.kernels.cuda.rows.norms import norm_rows
+from asyncengine.kernels.grouped import group_size, make_grouped, pack_nibbles, round_to_groups, unpack, unpack_nibbles
+from asyncengine.kernels.ops import Norm
 from asyncengine.kernels.weight import FLOAT8_GROUPS, INT4, INT8, PackedWeight
 from tests.kernels.grouped import random_grouped
 from tests.kernels.twins import NO_STEP, assert_within
@@ -74,19 +81,104 @@ def test_tensors_that_do_not_fit_are_refused() -> None:
             make_grouped(**{"form": INT4, "codes": codes, "scales": scales} | wrong)
 
 
+def exact_products(
+    weights: list[PackedWeight], x: torch.Tensor, bias: torch.Tensor, rounded: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return products in float64 with the bias of the first weight, and the sums of their terms' sizes."""
+    matrix = torch.cat([unpack(weight) for weight in weights])
+    if rounded:
+        matrix = matrix.to(x.dtype)
+    biases = torch.cat((bias, torch.zeros(len(matrix) - len(bias)).to(bias))).double()
+    return F.linear(x.double(), matrix.double(), biases), F.linear(x.double().abs(), matrix.double().abs()) + 1
+
+
+@pytest.mark.parametrize("isa", CpuKernels.available_isas())
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kind", KINDS)
-def test_products_of_the_cpu(kind: str, dtype: torch.dtype) -> None:
-    """Two weights side by side, the first with a bias, for one row and for a prompt."""
-    ops = CpuOps(2)
-    weights = [random_grouped(rows=rows, columns=192, seed=7, **KINDS[kind]) for rows in (40, 23)]
+def test_products_of_the_cpu(kind: str, dtype: torch.dtype, isa: str) -> None:
+    """Two weights side by side, the first with a bias. A row's result does not depend on the other rows."""
+    ops = CpuOps(2, isa)
+    settings = KINDS[kind]
+    weights = [replace(random_grouped(rows=n, columns=192, seed=7, **settings), inputs=dtype) for n in (40, 23)]
     bias = torch.randn(40).to(dtype)
     handle = ops.make_linear(weights, [bias, None])
+    assert isinstance(handle, CpuLinearHandle)
     x = torch.randn(70, 192, generator=torch.Generator().manual_seed(1)).to(dtype)
-    matrix = torch.cat([unpack(weight) for weight in weights]).double()
-    exact = F.linear(x.double(), matrix, torch.cat((bias, torch.zeros(23, dtype=dtype))).double())
-    sizes = F.linear(x.double().abs(), matrix.abs()) + 1
+    exact, sizes = exact_products(weights, x, bias, isa == "amx" and dtype == torch.bfloat16)
     made = ops.multiply(x, handle, NO_STEP, torch.float32)
-    assert_within(made, exact, sizes * (1e-6 if dtype == torch.float32 else 2.0**-8))
-    for rows in (1, 5, 33):
+    assert_within(made, exact, sizes * 1e-6)
+    for rows in (1, 2, 16, 17, 25, 32, 33):
         assert torch.equal(ops.multiply(x[:rows], handle, NO_STEP, torch.float32), made[:rows])
+
+
+@pytest.mark.parametrize(("rows", "columns"), [(3, 50), (16, 18), (130, 2080), (33, 801)])
+@pytest.mark.parametrize("form", [INT4, INT8])
+@pytest.mark.parametrize("isa", CpuKernels.available_isas())
+def test_shapes_that_fill_no_tile(form: str, rows: int, columns: int, isa: str) -> None:
+    """One group for each row, whose length is no multiple of anything."""
+    columns += columns % 2
+    for dtype in (torch.float32, torch.bfloat16):
+        ops = CpuOps(2, isa)
+        weight = replace(random_grouped(form, rows, columns, columns, 3), inputs=dtype)
+        x = torch.randn(61, columns, generator=torch.Generator().manual_seed(1)).to(dtype)
+        bias = torch.zeros(rows, dtype=dtype)
+        exact, sizes = exact_products([weight], x, bias, isa == "amx" and dtype == torch.bfloat16)
+        made = ops.multiply(x, ops.make_linear([weight], [None]), NO_STEP, torch.float32)
+        assert_within(made, exact, sizes * 2e-6)
+        for count in (1, 7):
+            assert torch.equal(
+                ops.multiply(x[:count], ops.make_linear([weight], [None]), NO_STEP, torch.float32), made[:count]
+            )
+
+
+def test_weights_that_say_no_dtype_are_unpacked() -> None:
+    """The products of two weights in different orders too."""
+    weights = [random_grouped(INT4, 24, 64, 32, seed, order=True) for seed in (1, 2)]
+    x = torch.randn(5, 64)
+    ops = CpuOps(2)
+    exact, sizes = exact_products(weights, x, torch.zeros(24), False)
+    assert_within(ops.multiply(x, ops.make_linear(weights, [None, None]), NO_STEP), exact, sizes * 1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", KINDS)
+def test_products_of_the_gpu(kind: str, dtype: torch.dtype, device: torch.device) -> None:
+    """By one row, by tensor cores, and for many rows by a library, behind a norm and with an activation."""
+    ops = CudaOps(device)
+    weights = [random_grouped(rows=40, columns=192, seed=7, **KINDS[kind]) for _ in range(2)]
+    weights = [replace(w, tensors={name: t.to(device) for name, t in w.tensors.items()}) for w in weights]
+    bias = torch.randn(40).to(dtype).to(device)
+    handle = ops.make_linear(weights, [bias, None])
+    for rows in (1, 20, 257):
+        x = torch.randn(rows, 192, generator=torch.Generator().manual_seed(1)).to(dtype).to(device)
+        exact, sizes = exact_products(weights, x, bias, True)
+        bound = sizes * (2e-6 if dtype == torch.float32 else 2.0**-7)
+        assert_within(ops.linear(x, handle, NO_STEP), exact, bound)
+        if rows == 20:
+            norm = Norm(torch.rand(192).to(dtype).to(device), None, 1e-6)
+            made = ops.norm_linear(ops.residual(x, NO_STEP), norm, handle, NO_STEP, "silu_mul")
+            gate, up = exact_products(weights, norm_rows(x, norm, pdl=False), bias, True)[0].chunk(2, 1)
+            assert_within(made, F.silu(gate) * up, 2.0**-6 * (gate.abs() * up.abs() + up.abs() + gate.abs() + 1))
+            residual = ops.residual(torch.ones(20, 80, dtype=dtype, device=device), NO_STEP)
+            ops.linear_add_(x, handle, residual, NO_STEP)
+            assert_within(ops.plain(residual, NO_STEP), exact + 1, 2 * bound)
+
+
+def test_experts_of_the_gpu_are_unpacked(device: torch.device) -> None:
+    up = [[replace(random_grouped(INT4, 32, 64, 32, seed), inputs=torch.float32)] * 2 for seed in range(3)]
+    down = [replace(random_grouped(INT8, 64, 32, 32, seed), inputs=torch.float32) for seed in range(3)]
+    experts = CudaOps(device).make_experts(up, down, "silu_mul")
+    assert torch.equal(as_tensor(experts.up[0].weight), torch.cat([unpack(w) for of_one in up for w in of_one]))
+
+
+@pytest.mark.parametrize(("form", "most"), [(INT4, 0.12), (INT8, 0.007)])
+def test_rounding_to_groups(form: str, most: float) -> None:
+    """The error is a share of the weights, and clipping never makes it larger than rounding alone."""
+    weight = torch.randn(24, 192, generator=torch.Generator().manual_seed(2))
+    packed = round_to_groups(form, weight)
+    assert group_size(packed) == 64
+    assert ((unpack(packed) - weight).norm() / weight.norm()).item() < most
+    parts, top = weight.view(24, 3, 64), 7 if form == INT4 else 127
+    scales = parts.abs().amax(-1, keepdim=True) / top
+    plain = ((parts / scales).round() * scales).view(24, 192)
+    assert (unpack(packed) - weight).norm() <= (plain - weight).norm() * 1.0001

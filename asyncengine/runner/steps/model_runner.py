@@ -27,7 +27,7 @@ from asyncengine.models.files import read_optional_json
 from asyncengine.models.registry import CausalLM, Family, choose_family, settle_head, settle_rotation
 from asyncengine.models.weights.checkpoint import Checkpoint, choose_dtype
 from asyncengine.models.weights.dummy import DummyWeights
-from asyncengine.models.weights.formats.choose import choose_format
+from asyncengine.models.weights.formats.choose import METHODS, choose_format, quant_method
 from asyncengine.models.weights.hub import resolve_model
 from asyncengine.models.weights.source import WeightSource
 from asyncengine.runner.loop_config import choose_num_host_blocks, decodes_on_host
@@ -144,6 +144,8 @@ def load_model(config: EngineConfig, ops: Ops[Any, Any, Any], *, progress: bool 
     _check_memory_beside_cache(config, model_config, max_model_len)
     dtype = dtype_of(config, architecture, family, raw, ops.device)
     form = choose_format(config.quantization, raw)
+    if config.batch_invariant and ops.device.type == "cuda" and quant_method(raw) in METHODS:
+        raise ConfigError(f"batch_invariant is not implemented for weights that {quant_method(raw)} quantised")
     tensors = (
         DummyWeights(dtype, model_config.initializer_range, config.seed, device=ops.device)
         if dummy

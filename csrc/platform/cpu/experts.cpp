@@ -49,7 +49,7 @@ void CpuKernels::sort_pairs(const CpuExperts& experts, const int64_t* ids, int64
 // y [pairs, N] = x [pairs, k] · Wᵀ + bias by the weights of each hit expert. prepare(begin, end) is called for the pairs of
 // a tile before the tile of x is packed.
 template <class Prepare>
-void CpuKernels::multiply_experts(bool up, const void* x, void* y, bool y_float32, Prepare&& prepare) {
+void CpuKernels::multiply_experts(bool up, void* x, void* y, bool y_float32, Prepare&& prepare) {
   const CpuLinear& shape = up ? *hit_[0].up : *hit_[0].down;
   const Dtype dtype = shape.dtype, y_dtype = y_float32 ? Dtype::kFloat32 : dtype;
   const LinearKernels& kernels = isa_.linear(dtype);
@@ -60,10 +60,17 @@ void CpuKernels::multiply_experts(bool up, const void* x, void* y, bool y_float3
     floats += round_up(kernels.packed_x_floats(hit.rows, k), kLine);
   }
   float* packed = packed_x_.reserve(floats);
-  pool_.parallel_for(num_hit, [&](int64_t item, int) {
+  reserve_scratch(k);
+  pool_.parallel_for(num_hit, [&](int64_t item, int thread) {
     const HitExpert& hit = hit_[static_cast<size_t>(item)];
+    const CpuLinear& weights = up ? *hit.up : *hit.down;
     prepare(hit.first, hit.first + hit.rows);
-    const void* rows = static_cast<const char*>(x) + hit.first * k * dtype_size(dtype);
+    char* rows = static_cast<char*>(x) + hit.first * k * dtype_size(dtype);
+    for (int64_t row = 0; weights.order != nullptr && row < hit.rows; ++row) {
+      const auto bytes = static_cast<size_t>(k * dtype_size(dtype));
+      std::memcpy(scratch(thread), rows + row * k * dtype_size(dtype), bytes);
+      weights.arrange(scratch(thread), rows + row * k * dtype_size(dtype));
+    }
     kernels.pack_x({rows, k, hit.rows, k, shape.panels}, 0, ceil_div(hit.rows, kernels.tile_rows(hit.rows)), packed + hit.packed);
   });
 
@@ -89,6 +96,7 @@ void CpuKernels::multiply_experts(bool up, const void* x, void* y, bool y_float3
                                .k = k,
                                .weight = matrix.weight,
                                .panels = weights.panels,
+                               .codes = matrix.codes_or_null(),
                                .bias = matrix.bias,
                                .y = to,
                                .y_stride = y_stride,

@@ -31,7 +31,7 @@ std::vector<const CpuIsa*> runnable_isas() {
   __builtin_cpu_init();
   if (cpu_isa_avx512() != nullptr && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
       __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("fma")) {
-    static const bool tiles = cpu_isa_amx() != nullptr && tiles_granted();
+    static const bool tiles = cpu_isa_amx() != nullptr && __builtin_cpu_supports("avx512bf16") && tiles_granted();
     if (tiles) isas.push_back(cpu_isa_amx());
     isas.push_back(cpu_isa_avx512());
   }

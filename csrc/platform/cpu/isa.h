@@ -36,6 +36,19 @@ struct KVScales {
 
 inline int64_t dtype_size(Dtype dtype) { return dtype == Dtype::kFloat32 ? 4 : 2; }
 
+enum class CodeType : int { kInt4 = 0, kInt8 = 1, kFloat8 = 2 };
+
+// A weight [N, K] in codes whose columns share scales in groups: an element is number * scale + offset. Codes of 4 bits lie in
+// pairs, the even column in the low half of a byte. A vector may be read behind the last scale and offset.
+struct WeightCodes {
+  CodeType type;
+  int64_t group_shift;   // log2 of the columns of a group, at least 4; 62: all of a row
+  int64_t rows;          // N
+  const float* scales;   // [K / group, N]
+  const float* offsets;  // the same, or null
+  const float* table;    // [16]: the numbers of codes of 4 bits
+};
+
 struct LinearInput {
   const void* x;   // [rows, k]
   int64_t stride;  // elements between rows
@@ -48,8 +61,9 @@ struct LinearTask {
   const float* packed_x;  // as written by pack_x
   int64_t rows, tile_rows;  // of x, and of a tile of packed_x
   int64_t k;
-  const void* weight;  // [N, k], or in panels
+  const void* weight;  // [N, k], or in panels, or codes
   bool panels;
+  const WeightCodes* codes;  // null: the weight is in the dtype of x
   const void* bias;    // [N] or null
   void* y;             // column 0 of this matrix in row 0
   int64_t y_stride;    // elements

@@ -7,7 +7,7 @@
 // packed as the other. Every count of rows takes this one instruction; few of them shorten the tiles of x and y.
 #include "platform/cpu/isa.h"
 
-#if defined(__AMX_TILE__) && defined(__AMX_BF16__) && defined(__AVX512BW__) && defined(__FMA__)
+#if defined(__AMX_TILE__) && defined(__AMX_BF16__) && defined(__AVX512BF16__) && defined(__AVX512BW__) && defined(__FMA__)
 #define ASYNCENGINE_VECTOR_BYTES 64
 #include "platform/cpu/vec.inl"
 
@@ -142,6 +142,20 @@ Weights weights_of(const LinearTask& task, int64_t n) {
   return {weight + n * row, kTileRows * row, row, kRowBytes, (kPairRows - 1) * row, columns, task.k};
 }
 
+}  // namespace
+}  // namespace asyncengine
+
+#include "platform/cpu/amx_codes.inl"
+
+namespace asyncengine {
+namespace {
+
+// Tiles that were decoded from `begin` of K on.
+Weights decoded(const char* tiles, int64_t begin, int64_t k) {
+  const char* first = tiles - begin * 2 * kTileBytes;
+  return {first, kTileBytes, kRowBytes, 2 * kTileBytes, 0, kPairRows, tiles_of_k(k) * kTileSteps};
+}
+
 // ---- products: tmm0 … tmm3 are the sums of x tile i and column tile j at 2 i + j; 4, 5 are x, 6, 7 the weights ----
 
 struct Stretch {
@@ -249,20 +263,64 @@ void write_tile(const LinearTask& task, const float* sums, int64_t m, int64_t x_
   }
 }
 
+int64_t decoded_floats(int64_t columns) { return (columns + kPairRows) * kPassTiles * kTileSteps / 2; }
+
+// The passes of few rows with weights in codes: the rows are one or two tiles of x, whose sums wait in `done`.
+void few_rows_of_codes(const LinearTask& task) {
+  const int64_t x_rows = rows_of_x_tile(task.rows), x_step = x_rows * kRowBytes, all = tiles_of_k(task.k);
+  const TileScope tiles(false, x_rows);
+  const bool two = task.m_begin + x_rows < task.m_end;
+  alignas(64) float done[4 * kTileFloats];
+  alignas(64) char weights[2 * kDecodedTiles * kTileBytes];
+  for (int64_t n = task.n_begin; n < task.n_end; n += kPairRows) {
+    for (int64_t begin = 0; begin < all; begin += kDecodedTiles) {
+      const int64_t end = begin + kDecodedTiles < all ? begin + kDecodedTiles : all;
+      decode_tiles(task, n, begin, end, weights);
+      TileScope::written(weights);
+      const Stretch at{.x = reinterpret_cast<const char*>(task.packed_x) + task.m_begin * all * kRowBytes,
+                       .x_distance = all * x_step,
+                       .x_stride = x_rows * kWordBytes,
+                       .x_step = x_step,
+                       .begin = begin,
+                       .end = end,
+                       .tiles = all,
+                       .cold = false,
+                       .from = begin == 0 ? nullptr : done,
+                       .to = done};
+      if (two) {
+        run_tiles<false, 2>(at, decoded(weights, begin, task.k));
+      } else {
+        run_tiles<false, 1>(at, decoded(weights, begin, task.k));
+      }
+    }
+    for (int64_t i = 0; i < (two ? 4 : 2); ++i) {
+      write_tile<false>(task, done + i * kTileFloats, task.m_begin + i / 2 * x_rows, x_rows, n + i % 2 * kTileRows);
+    }
+  }
+}
+
 template <bool Panels>
 void linear_tiles(const LinearTask& task) {
+  if (task.codes != nullptr && task.rows <= kFewRows) return few_rows_of_codes(task);
   const int64_t x_rows = rows_of_x_tile(task.rows), x_step = x_rows * kRowBytes;
   const TileScope tiles(Panels, x_rows);
   const int64_t all = tiles_of_k(task.k), pass = task.rows <= kFewRows ? all : kPassTiles;
+  const bool coded = task.codes != nullptr;
+  char* const codes = reinterpret_cast<char*>(task.scratch);
   alignas(64) float done[4 * kTileFloats];
   for (int64_t begin = 0; begin < all; begin += pass) {
-    const int64_t end = begin + pass < all ? begin + pass : all;
-    float* sums = task.scratch;
+    const int64_t end = begin + pass < all ? begin + pass : all, pair_bytes = 2 * pass * kTileBytes;
+    float* sums = task.scratch + (coded ? decoded_floats(task.n_end - task.n_begin) : 0);
+    for (int64_t n = task.n_begin; coded && n < task.n_end; n += kPairRows) {
+      decode_tiles(task, n, begin, end, codes + (n - task.n_begin) / kPairRows * pair_bytes);
+    }
+    TileScope::written(codes);
     for (int64_t m = task.m_begin; m < task.m_end; m += task.tile_rows) {
       const char* x = reinterpret_cast<const char*>(task.packed_x) + m * all * kRowBytes;
       const bool two = m + x_rows < task.m_end, last = end == all;
       for (int64_t n = task.n_begin; n < task.n_end; n += kPairRows, sums += 4 * kTileFloats) {
-        const Weights w = weights_of<Panels>(task, n);
+        const char* tiles_of_n = codes + (n - task.n_begin) / kPairRows * pair_bytes;
+        const Weights w = coded ? decoded(tiles_of_n, begin, task.k) : weights_of<Panels>(task, n);
         const Stretch at{.x = x,
                          .x_distance = all * x_step,
                          .x_stride = Panels ? kRowBytes : x_rows * kWordBytes,
@@ -270,7 +328,7 @@ void linear_tiles(const LinearTask& task) {
                          .begin = begin,
                          .end = end,
                          .tiles = all,
-                         .cold = m == task.m_begin,
+                         .cold = !coded && m == task.m_begin,
                          .from = begin == 0 ? nullptr : sums,
                          .to = last ? done : sums};
         if (two) {
@@ -296,7 +354,7 @@ void amx_linear(const LinearTask& task) {
 
 int64_t amx_scratch_floats(int64_t rows, int64_t block_rows, int64_t columns) {
   if (rows <= kFewRows) return 0;
-  return (block_rows + kPairRows) * (columns + kPairRows);
+  return (block_rows + kPairRows) * (columns + kPairRows) + decoded_floats(columns);
 }
 
 }  // namespace

@@ -73,6 +73,17 @@ int64_t CpuLinear::total_rows() const {
   return total;
 }
 
+void CpuLinear::arrange(const void* x, void* to) const {
+  auto gather = [&]<class Element>(const Element* from, Element* into) {
+    for (int64_t i = 0; i < k; ++i) into[i] = from[order[i]];
+  };
+  if (dtype == Dtype::kFloat32) {
+    gather(static_cast<const uint32_t*>(x), static_cast<uint32_t*>(to));
+  } else {
+    gather(static_cast<const uint16_t*>(x), static_cast<uint16_t*>(to));
+  }
+}
+
 CpuKernels::CpuKernels(int num_threads, std::string_view isa)
     : isa_(select_cpu_isa(isa)),
       pool_(num_threads),
@@ -124,9 +135,15 @@ void CpuKernels::multiply(const CpuLinear& weights, const void* x, int64_t x_str
   const LinearKernels& kernels = isa_.linear(dtype);
   const int64_t tile_rows = kernels.tile_rows(rows), tiles = ceil_div(rows, tile_rows);
   float* packed = packed_x_.reserve(kernels.packed_x_floats(rows, weights.k));
-  const LinearInput input{x, x_stride, rows, weights.k, weights.panels};
+  const bool ordered = weights.order != nullptr;
+  void* arranged = ordered ? arranged_.reserve(ceil_div(rows * weights.k * dtype_size(dtype), 4)) : nullptr;
+  const LinearInput input{ordered ? arranged : x, ordered ? weights.k : x_stride, rows, weights.k, weights.panels};
   for_row_chunks(tiles, tile_rows * weights.k, [&](int64_t begin, int64_t end) {
-    prepare(begin * tile_rows, std::min(rows, end * tile_rows));
+    const int64_t last = std::min(rows, end * tile_rows);
+    prepare(begin * tile_rows, last);
+    for (int64_t row = begin * tile_rows; ordered && row < last; ++row) {
+      weights.arrange(offset(x, row * x_stride, dtype), offset(arranged, row * weights.k, dtype));
+    }
     kernels.pack_x(input, begin, end, packed);
   });
 
@@ -154,6 +171,7 @@ void CpuKernels::multiply(const CpuLinear& weights, const void* x, int64_t x_str
         .k = weights.k,
         .weight = matrix->weight,
         .panels = weights.panels,
+        .codes = matrix->codes_or_null(),
         .bias = matrix->bias,
         .y = offset(y, first_column, y_dtype),
         .y_stride = y_stride,

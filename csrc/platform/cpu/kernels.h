@@ -19,19 +19,26 @@ namespace asyncengine {
 // Weight matrices [N_i, k] of one input, whose outputs lie side by side. Points into memory that the caller keeps.
 // A matrix in panels is [N / width][words of k][width] with the vector width, a word being one float or two neighbouring
 // bfloat16, the first in the low half; N is rounded up to two panels and k to a multiple of panel_steps.
+// With codes weights are rows of these instead, and x is multiplied in the order of its columns.
 struct CpuLinear {
   struct Matrix {
     const void* weight;
     const void* bias;  // or null
     int64_t rows;
+    std::optional<WeightCodes> codes = std::nullopt;
+
+    const WeightCodes* codes_or_null() const { return codes ? &*codes : nullptr; }
   };
 
   std::vector<Matrix> matrices;
   int64_t k;
   Dtype dtype;
   bool panels;
+  const int32_t* order = nullptr;  // [k]: column i of the weights multiplies x[order[i]]; null: x[i]
 
   int64_t total_rows() const;
+  // A row of x [k] in the order of the columns; there must be one.
+  void arrange(const void* x, void* to) const;
 };
 
 // A norm of rows; points into memory that the caller keeps.
@@ -149,7 +156,7 @@ class CpuKernels {
                 std::optional<Activation> activation, Prepare&& prepare);
   void sort_pairs(const CpuExperts& experts, const int64_t* ids, int64_t pairs);
   template <class Prepare>
-  void multiply_experts(bool up, const void* x, void* y, bool y_float32, Prepare&& prepare);
+  void multiply_experts(bool up, void* x, void* y, bool y_float32, Prepare&& prepare);
   void sum_results(const float* results, const float* weights, int64_t first_pair, int64_t top_k, int64_t width, Dtype dtype,
                    void* y) const;
   void plan_attention(const AttentionTask& task, const StepBatch& batch, int64_t tokens);
@@ -168,7 +175,7 @@ class CpuKernels {
 
   const CpuIsa& isa_;
   ThreadPool pool_;
-  ScratchBuffer normed_, packed_x_;
+  ScratchBuffer normed_, packed_x_, arranged_;
   std::vector<ScratchBuffer> thread_scratch_;
   CpuSampler sampler_;
   std::vector<PlannedItem> items_;

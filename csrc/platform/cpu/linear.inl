@@ -277,7 +277,11 @@ void few_rows_panels(const LinearTask& task, int64_t n, int64_t m) {
 }
 
 template <class T, int Rows>
+void few_rows_of_codes(const LinearTask& task);
+
+template <class T, int Rows>
 void few_rows(const LinearTask& task) {
+  if (task.codes != nullptr) return few_rows_of_codes<T, Rows>(task);
   if (task.panels) {
     for (int64_t n = task.n_begin; n < task.n_end; n += kPanelColumns) {
       for (int64_t m = task.m_begin; m < task.m_end; m += Rows) few_rows_panels<T, Rows>(task, n, m);
@@ -297,39 +301,39 @@ struct Tile {
   const float* panel;  // [step][kWidth], and the next kWidth columns `distance` floats on
   int64_t distance;
   int64_t steps;
-  const float* from;  // [row][kPanelColumns]: what the pass before left, null at the first one
+  const float* from;  // [row][vectors][kWidth]: what the pass before left, null at the first one
   float* to;          // the same, may be `from`
 };
 
-template <int Rows>
+template <int Rows, int Vectors = kPanelVectors>
 void run_tile(const Tile& tile) {
-  Vec sums[Rows][kPanelVectors] = {};
-  auto at = [&](int i) __attribute__((always_inline)) -> Vec& { return sums[i / kPanelVectors][i % kPanelVectors]; };
+  Vec sums[Rows][Vectors] = {};
+  auto at = [&](int i) __attribute__((always_inline)) -> Vec& { return sums[i / Vectors][i % Vectors]; };
   if (tile.from != nullptr) {
 #pragma GCC unroll 32
-    for (int i = 0; i < Rows * kPanelVectors; ++i) at(i) = load(tile.from + i * kWidth);
+    for (int i = 0; i < Rows * Vectors; ++i) at(i) = load(tile.from + i * kWidth);
   }
   const float* x = tile.x;
   const float* panel = tile.panel;
   for (int64_t step = 0; step < tile.steps; ++step) {
-    Vec w[kPanelVectors];
+    Vec w[Vectors];
 #pragma GCC unroll 2
-    for (int c = 0; c < kPanelVectors; ++c) {
+    for (int c = 0; c < Vectors; ++c) {
       prefetch(panel + c * tile.distance + kPanelStepsAhead * kWidth);
       w[c] = load(panel + c * tile.distance);
     }
     prefetch(x + kTileStepsAhead * Rows);
-#pragma GCC unroll 12
+#pragma GCC unroll 16
     for (int r = 0; r < Rows; ++r) {
       const Vec xv = splat(x[r]);
 #pragma GCC unroll 2
-      for (int c = 0; c < kPanelVectors; ++c) sums[r][c] = fma(xv, w[c], sums[r][c]);
+      for (int c = 0; c < Vectors; ++c) sums[r][c] = fma(xv, w[c], sums[r][c]);
     }
     x += Rows;
     panel += kWidth;
   }
 #pragma GCC unroll 32
-  for (int i = 0; i < Rows * kPanelVectors; ++i) store(tile.to + i * kWidth, at(i));
+  for (int i = 0; i < Rows * Vectors; ++i) store(tile.to + i * kWidth, at(i));
 }
 
 // Columns from n on, as one vector of every step [begin, end) of K.
@@ -395,7 +399,9 @@ void many_rows(const LinearTask& task) {
     const int64_t end = begin + kPassSteps < task.k ? begin + kPassSteps : task.k;
     for (int64_t n = task.n_begin; n < task.n_end && !in_place; n += kWidth) {
       float* panel = group + (n - task.n_begin) / kWidth * kVectorFloats;
-      if (task.panels) {
+      if (task.codes != nullptr) {
+        decode_columns(task, n, begin, end, panel);
+      } else if (task.panels) {
         widen_columns<T>(task, n, begin, end, panel);
       } else {
         pack_columns<T>(task, n, begin, end, panel);

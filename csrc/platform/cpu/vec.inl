@@ -9,6 +9,7 @@
 // -mavx512f could be the copy that the linker keeps for code that runs on any machine.
 #include <cstdint>
 #include <cstring>
+#include <type_traits>
 
 #include "platform/cpu/isa.h"
 
@@ -116,16 +117,21 @@ AE_INLINE Vec widen(BVec b) {
   const HVec half = shifted + (shifted & 0x4000);  // the sign from bit 14 to 15
   return (Vec)_mm512_maskz_cvtph_ps(0xffff, (__m256i)(half | ((half + 0x80) & 0x4000))) * 256.f;
 }
+
+// The low byte of each element.
+AE_INLINE Vec widen_float8(UVec bits) { return widen((BVec)_mm512_maskz_cvtepi32_epi8(0xffff, (__m512i)bits)); }
 #else
 // An exponent of e4m3 is a float's less 120. A subnormal number counts in steps of 2^-9: as the fraction of a float
 // whose exponent is that of 2^-6, less 2^-6, so that no operand is a denormal float, which would take a hundred cycles.
-AE_INLINE Vec widen(BVec b) {
-  const UVec bits = zero_extend(b), size = (bits & 0x7fu) << 20;
+AE_INLINE Vec widen_float8(UVec bits) {
+  const UVec size = (bits & 0x7fu) << 20;
   const Vec below = (Vec)(size + (121u << 23)) - 0x1p-6f;
   Vec y = size < (1u << 23) ? below : (Vec)(size + (120u << 23));
   y = size == (0x7fu << 20) ? splat(__builtin_nanf("")) : y;
   return (Vec)((UVec)y | (bits & 0x80u) << 24);
 }
+
+AE_INLINE Vec widen(BVec b) { return widen_float8(zero_extend(b)); }
 #endif
 
 // Round to nearest, ties to even; beyond 448 it is 448; NaN stays NaN. In the low byte of each element.

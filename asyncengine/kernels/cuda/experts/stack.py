@@ -10,8 +10,9 @@ from torch import Tensor
 
 from asyncengine.kernels.cuda.linear.handle import CudaLinear, pack
 from asyncengine.kernels.experts import check_experts
+from asyncengine.kernels.grouped import unpack
 from asyncengine.kernels.ops import Activation, Experts
-from asyncengine.kernels.weight import DENSE, PackedWeight, common_format
+from asyncengine.kernels.weight import DENSE, GROUPED, PackedWeight, common_format, dense
 
 
 def stack_experts(
@@ -21,11 +22,21 @@ def stack_experts(
     up_biases: Sequence[Sequence[Tensor]] | None = None,
     down_biases: Sequence[Tensor] | None = None,
 ) -> Experts[CudaLinear]:
-    """``Ops.make_experts``, with a handle for the first weights of all experts and one for the second."""
+    """``Ops.make_experts``, with a handle for the first weights of all experts and one for the second.
+
+    Weights in codes are unpacked: the kernels of experts do not read them.
+    """
     check_experts(up, down)
+    up, down = [[_dense(weight) for weight in weights] for weights in up], [_dense(weight) for weight in down]
     biases = None if up_biases is None else [bias for of_one in up_biases for bias in of_one]
     first = _stack([weight for weights in up for weight in weights], biases)
     return Experts((first,), (_stack(down, down_biases),), activation, len(up))
+
+
+def _dense(weight: PackedWeight) -> PackedWeight:
+    if weight.format not in GROUPED:
+        return weight
+    return dense(unpack(weight).to(weight.inputs or torch.bfloat16))
 
 
 def _stack(weights: Sequence[PackedWeight], biases: Sequence[Tensor] | None) -> CudaLinear:

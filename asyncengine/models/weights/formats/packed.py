@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -129,7 +130,10 @@ class Packed(Dense):
         if transposed:
             raise UnsupportedModelError(f"{module} is stored as the transpose of a projection, which cannot be packed")
         with naming(module):
-            return tensors.keep(cut(self.read(tensors, module, shape), part))
+            whole = self.read(tensors, module, shape)
+            if (whole.out_features, whole.in_features) != shape:
+                raise ValueError(f"expected {list(shape)}, found [{whole.out_features}, {whole.in_features}]")
+            return tensors.keep(replace(cut(whole, part), inputs=tensors.dtype))
 
     def table(self, tensors: TensorSource, module: str, shape: Shape, part: Part) -> PackedWeight:
         """Embeddings and heads are unpacked when they are read."""

@@ -9,12 +9,13 @@ import torch
 from torch import Tensor
 
 from asyncengine.kernels.cuda.gpu import Gpu
+from asyncengine.kernels.cuda.linear.grouped import GroupedMatrix
 from asyncengine.kernels.cuda.linear.plan import Plan, Site, WeightKind
 from asyncengine.kernels.float8 import Quantized
 from asyncengine.kernels.ops import Activation, Norm
 from asyncengine.kernels.weight import PackedWeight
 
-Matrix: TypeAlias = Tensor | Quantized
+Matrix: TypeAlias = Tensor | Quantized | GroupedMatrix
 """Rows of a weight or of its input, in the form that a kernel multiplies. Formats alone tell them apart."""
 
 
@@ -97,7 +98,7 @@ def as_tensor(matrix: object) -> Tensor:
 
 def values_and_scale(matrix: Matrix) -> tuple[Tensor, Tensor | None]:
     """The elements of a matrix and the scales of its rows, as kernels take them."""
-    return (matrix.values, matrix.scale) if isinstance(matrix, Quantized) else (matrix, None)
+    return (matrix.values, matrix.scale) if isinstance(matrix, Quantized) else (as_tensor(matrix), None)
 
 
 def join_biases(rows: Sequence[int], biases: Sequence[Tensor | None], padding: int = 0) -> Tensor | None:

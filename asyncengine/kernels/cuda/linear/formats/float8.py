@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from asyncengine.kernels.cuda.gpu import Gpu
-from asyncengine.kernels.cuda.linear.formats.base import Matrix, Packed, join_biases
+from asyncengine.kernels.cuda.linear.formats.base import Matrix, Packed, as_tensor, join_biases
 from asyncengine.kernels.cuda.linear.plan import Plan, Site, WeightKind
 from asyncengine.kernels.cuda.rows.quantise import quantize_rows
 from asyncengine.kernels.float8 import Quantized, join, quantize, scaled_product, scaled_product_takes, unpack_float8
@@ -57,7 +57,7 @@ class Float8:
                 return False
 
     def result_dtype(self, x: Matrix) -> torch.dtype:
-        return torch.bfloat16 if isinstance(x, Quantized) else x.dtype
+        return torch.bfloat16 if isinstance(x, Quantized) else as_tensor(x).dtype
 
     def make_rows(self, x: Tensor, norm: Norm | None = None, *, pdl: bool) -> Matrix:
         return quantize_rows(x, norm, pdl=pdl)
@@ -65,7 +65,7 @@ class Float8:
     def operand(self, x: Matrix, plan: Plan, *, pdl: bool) -> Matrix:
         if isinstance(x, Quantized) or plan.fused_norm:
             return x
-        return self.make_rows(x, pdl=pdl)
+        return self.make_rows(as_tensor(x), pdl=pdl)
 
     def activate(self, y: Tensor, activation: Activation, *, pdl: bool) -> Matrix:
         return quantize_rows(y, activation=activation, pdl=pdl)

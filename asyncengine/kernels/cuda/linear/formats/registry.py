@@ -6,16 +6,20 @@ from asyncengine.kernels.cuda.gpu import Gpu
 from asyncengine.kernels.cuda.linear.formats.base import Format, Matrix
 from asyncengine.kernels.cuda.linear.formats.dense import Dense
 from asyncengine.kernels.cuda.linear.formats.float8 import Float8
+from asyncengine.kernels.cuda.linear.formats.grouped import Grouped
+from asyncengine.kernels.cuda.linear.grouped import GroupedMatrix
 from asyncengine.kernels.cuda.linear.plan import Plan, Site, WeightKind
 from asyncengine.kernels.float8 import Quantized
-from asyncengine.kernels.weight import DENSE, FLOAT8
+from asyncengine.kernels.weight import DENSE, FLOAT8, GROUPED
 
-FORMATS: dict[str, Format] = {DENSE: Dense(), FLOAT8: Float8()}
+FORMATS: dict[str, Format] = {DENSE: Dense(), FLOAT8: Float8(), **{form: Grouped(form) for form in GROUPED}}
 _BY_KIND = {kind: form for form in FORMATS.values() for kind in form.bits}
 
 
 def format_of(weight: Matrix) -> Format:
     """The format of a weight that is packed."""
+    if isinstance(weight, GroupedMatrix):
+        return FORMATS[weight.form]
     return FORMATS[FLOAT8 if isinstance(weight, Quantized) else DENSE]
 
 

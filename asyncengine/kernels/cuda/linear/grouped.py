@@ -1,0 +1,173 @@
+"""Products with weights in codes whose columns share scales in groups (see kernels/grouped.py).
+
+Codes become weights in registers: number * scale + offset in float32, rounded to the dtype of x. One row is multiplied
+without tensor cores. Up to MAX_ROWS rows take them, tile by tile. More rows are multiplied by a library, with a copy
+of the weights in the dtype of x that lives as long as the product.
+"""
+# mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call, import-untyped"
+# mypy: disable-error-code="assignment, var-annotated, unreachable, misc"
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from asyncengine.kernels.cuda.launch.compiling import kernel
+from asyncengine.kernels.cuda.launch.programmatic import must_widen
+from asyncengine.kernels.weight import INT4
+
+MAX_ROWS = 256
+"""Beyond, weights are unpacked for a library's product."""
+_STEP = 128
+"""Columns of the weight that a program decodes at a time."""
+
+
+@dataclass(frozen=True, slots=True)
+class GroupedMatrix:
+    """Weights side by side, as one matrix of codes."""
+
+    form: str
+    """a name of kernels/weight.py"""
+    codes: Tensor
+    """[N, K / 2] of INT4, else [N, K]"""
+    scales: Tensor
+    """[N, K / G]"""
+    offsets: Tensor | None
+    table: Tensor | None
+    order: Tensor | None
+    """int32 [K]"""
+
+    @property
+    def shape(self) -> torch.Size:
+        return torch.Size((len(self.codes), self.codes.shape[1] * (2 if self.form == INT4 else 1)))
+
+    @property
+    def nbytes(self) -> int:
+        return sum(t.nbytes for t in (self.codes, self.scales, self.offsets, self.table, self.order) if t is not None)
+
+    def __len__(self) -> int:
+        return len(self.codes)
+
+
+@triton.jit
+def _decode(codes, scales, offsets, table, row, first, K: tl.constexpr, BK: tl.constexpr, G: tl.constexpr):
+    """The weights of rows [BN] and columns [first, first + BK) in float32; zeros behind the last column."""
+    BN: tl.constexpr = row.shape[0]
+    GROUPS: tl.constexpr = BK // G if G < BK else 1
+    if codes.dtype.element_ty == tl.uint8:
+        pair = first // 2 + tl.arange(0, BK // 2)
+        packed = tl.load(codes + row[:, None] * (K // 2) + pair[None, :], mask=(pair < K // 2)[None, :], other=0)
+        index = tl.interleave(packed & 15, packed >> 4).to(tl.int32)
+        numbers = index.to(tl.float32) - 8.0 if table is None else tl.load(table + index)
+    else:
+        k = first + tl.arange(0, BK)
+        numbers = tl.load(codes + row[:, None] * K + k[None, :], mask=(k < K)[None, :], other=0.0).to(tl.float32)
+    group = first // G + tl.arange(0, GROUPS)
+    at = row[:, None] * (K // G) + group[None, :]
+    there = (group < K // G)[None, :]
+    scale = tl.load(scales + at, mask=there, other=0.0).to(tl.float32)
+    w = tl.reshape(numbers, [BN, GROUPS, BK // GROUPS]) * scale[:, :, None]
+    if offsets is not None:
+        w += tl.load(offsets + at, mask=there, other=0.0).to(tl.float32)[:, :, None]
+    return tl.reshape(w, [BN, BK])
+
+
+@kernel
+def _product_kernel(
+    x,
+    codes,
+    scales,
+    offsets,
+    table,
+    bias,
+    out,
+    rows,
+    columns,
+    x_stride,
+    K: tl.constexpr,
+    G: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    BK: tl.constexpr,
+    WIDEN: tl.constexpr,
+):
+    """out [M, N] = x [M, K] times the weight [N, K], transposed, plus the bias; BM 1: of one row."""
+    n = tl.program_id(0) * BN + tl.arange(0, BN)
+    row = tl.minimum(n, columns - 1).to(tl.int64)
+    m = tl.program_id(1) * BM + tl.arange(0, BM)
+    source = m.to(tl.int64) * x_stride
+    dtype: tl.constexpr = x.dtype.element_ty
+    acc = tl.zeros([BN, BK if BM == 1 else BM], tl.float32)
+    for first in tl.range(0, K, BK):
+        w = _decode(codes, scales, offsets, table, row, first, K, BK, G).to(dtype)
+        k = first + tl.arange(0, BK)
+        if BM == 1:
+            acc += w.to(tl.float32) * tl.load(x + k, mask=k < K, other=0.0).to(tl.float32)[None, :]
+        else:
+            inside = (k < K)[:, None] & (m < rows)[None, :]
+            value = tl.load(x + source[None, :] + k[:, None], mask=inside, other=0.0)
+            if WIDEN:
+                w, value = w.to(tl.float32), value.to(tl.float32)
+            acc = tl.dot(w, value, acc, input_precision="ieee")
+    y = tl.sum(acc, 1)[:, None] if BM == 1 else acc
+    if bias is not None:
+        y += tl.load(bias + row).to(tl.float32)[:, None]
+    to = out + m.to(tl.int64)[None, :] * columns + n[:, None]
+    tl.store(to, y.to(out.dtype.element_ty), mask=(n < columns)[:, None] & (m < rows)[None, :])
+
+
+@kernel
+def _unpack_kernel(
+    codes, scales, offsets, table, out, columns, K: tl.constexpr, G: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr
+):
+    """out [N, K] = the weight, its columns in the order of the codes."""
+    n = tl.program_id(0) * BN + tl.arange(0, BN)
+    first = tl.program_id(1) * BK
+    w = _decode(codes, scales, offsets, table, tl.minimum(n, columns - 1).to(tl.int64), first, K, BK, G)
+    k = first + tl.arange(0, BK)
+    to = out + n.to(tl.int64)[:, None] * K + k[None, :]
+    tl.store(to, w.to(out.dtype.element_ty), mask=(n < columns)[:, None] & (k < K)[None, :])
+
+
+def multiply(x: Tensor, weight: GroupedMatrix, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """x [M, K] times the weight [N, K], transposed, plus the bias: [M, N] in ``dtype``."""
+    if weight.order is not None:
+        x = x.index_select(1, weight.order)
+    (columns, inner), rows = weight.shape, len(x)
+    if rows > MAX_ROWS:
+        matrix = unpack(weight, x.dtype)
+        return F.linear(x, matrix, bias).to(dtype)
+    if x.stride(1) != 1:
+        x = x.contiguous()
+    out = torch.empty(rows, columns, dtype=dtype, device=x.device)
+    if rows == 1:
+        block_rows, block_columns, warps = 1, 16 if columns <= 1 << 15 else 32, 4
+    else:
+        block_rows = max(16, min(64, triton.next_power_of_2(rows)))
+        block_columns, warps = 32 if columns <= 1 << 13 else 64, 4
+    _product_kernel[(triton.cdiv(columns, block_columns), triton.cdiv(rows, block_rows))](
+        x, weight.codes, weight.scales, weight.offsets, weight.table, bias, out, rows, columns, x.stride(0),
+        K=inner, G=_group(weight), BM=block_rows, BN=block_columns, BK=_STEP, WIDEN=must_widen(x.dtype),
+        num_warps=warps, num_stages=3,
+    )  # fmt: skip
+    return out
+
+
+def unpack(weight: GroupedMatrix, dtype: torch.dtype) -> Tensor:
+    """The matrix [N, K] that the codes stand for, its columns in their order."""
+    columns, inner = weight.shape
+    out = torch.empty(columns, inner, dtype=dtype, device=weight.codes.device)
+    _unpack_kernel[(triton.cdiv(columns, 32), triton.cdiv(inner, _STEP))](
+        weight.codes, weight.scales, weight.offsets, weight.table, out, columns, K=inner, G=_group(weight), BN=32,
+        BK=_STEP, num_warps=4,
+    )  # fmt: skip
+    return out
+
+
+def _group(weight: GroupedMatrix) -> int:
+    return weight.shape[1] // weight.scales.shape[1]
