@@ -86,10 +86,10 @@ class EngineConfig:
     trust_remote_code: bool = False
     """Run Python code that comes with the model, with all that this process may do. It is for architectures that
     neither asyncengine nor transformers has."""
-    quantization: Literal["none", "fp8"] = "none"
-    """Layers in float8, on a GPU. fp8 gives weights a scale for each output channel, quantises them when they are
-    loaded, and activations row by row. For families with RMS norms before the blocks and SiLU, as Llama, Mistral, Qwen
-    and Phi, in bfloat16."""
+    quantization: Literal["none", "fp8", "int8", "int4"] = "none"
+    """Rounding of layers at load. int8 and int4 round weights in groups of 128 columns; inputs stay as they are. fp8,
+    on a GPU, gives weights a scale for each output channel, and rounds activations row by row, for families with RMS
+    norms before the blocks and SiLU, as Llama, Mistral, Qwen and Phi, in bfloat16."""
     device: str = "auto"
     """Device that runs the model. It is cpu, or a GPU by its number, as in cuda:1; cuda is cuda:0. auto takes cuda:0 if
     there is a GPU."""
@@ -102,7 +102,7 @@ class EngineConfig:
     max_model_len: int | None = None
     """Context in tokens, prompt and output together. None: the model's own."""
     max_num_seqs: int = 256
-    """Sequences that run at the same time."""
+    """Sequences that run at once."""
     max_num_batched_tokens: int = 2048
     """Tokens in one step: decode rows first, then prefill."""
     prefill_chunk_size: int | None = 512
@@ -134,7 +134,7 @@ class EngineConfig:
     """Memory of the KV cache. None: as much as max_num_seqs sequences of max_model_len can use; on the CPU at most 4
     GiB, on a GPU within gpu_memory_utilization."""
     gpu_memory_utilization: float = 0.9
-    """Share of the GPU's memory that the engine may use in all."""
+    """Share of the GPU's memory to take."""
     kv_cache_dtype: Literal["auto", "fp8"] = "auto"
     """Type of keys and values. auto takes the model's dtype. fp8 keeps them in float8 (e4m3), with a scale for each KV
     head of a layer: twice the tokens of bfloat16 in the same memory, four times those of float32. Scales are fixed when
@@ -224,7 +224,7 @@ class EngineConfig:
         for field, high in _HIGHEST.items():
             if (getattr(self, field) or 0) > high:
                 raise ConfigError(f"{field} must be at most {high}")
-        if self.quantization != "none" and (self.device == "cpu" or self.dtype == "float32"):
+        if self.quantization == "fp8" and (self.device == "cpu" or self.dtype == "float32"):
             wrong = "device=cpu" if self.device == "cpu" else "dtype=float32"
             raise ConfigError(f"quantization={self.quantization} needs a GPU and dtype=bfloat16, got {wrong}")
         if self.dtype == "float16" and self.device == "cpu":

@@ -18,7 +18,7 @@ class EngineOptions(TypedDict, total=False):
     dtype: Literal["auto", "float32", "float16", "bfloat16"]
     model_impl: Literal["auto", "native", "transformers"]
     trust_remote_code: bool
-    quantization: Literal["none", "fp8"]
+    quantization: Literal["none", "fp8", "int8", "int4"]
     device: str
     data_parallel_size: int
     seed: int

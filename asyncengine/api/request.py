@@ -128,7 +128,7 @@ class SamplingParams:
     temperature: float = 1.0
     """0 is greedy; at most 2."""
     top_p: float = 1.0
-    """Share of probability that tokens are drawn from. The smallest set of tokens whose probability reaches top_p, in
+    """Share of probability to keep. The smallest set of tokens whose probability reaches top_p, in
     (0, 1], is kept. Holtzman et al. 2020."""
     top_k: int = 0
     """Keep the k most probable tokens; 0 or -1 keeps all."""

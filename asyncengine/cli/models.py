@@ -98,7 +98,9 @@ def _lines(report: ModelReport) -> Iterable[str]:
     quantized = "" if report.quantization == "none" else f", layers in {report.quantization}"
     yield f"  dtype            {report.dtype}{quantized}, on {place}"
     yield f"  parameters       {report.num_parameters:,}"
-    yield f"  weights          {_size(report.weight_bytes)}{source}"
+    yield f"  weights          {_size(report.weight_bytes)}, {report.bits_per_weight:g} bits a parameter{source}"
+    for form in report.weight_formats:
+        yield f"  projections      {form}"
     yield f"  keys and values  {_size(report.kv_bytes_per_token)} a token"
     if report.state_bytes_per_sequence:
         yield f"  states           {_size(report.state_bytes_per_sequence)} a sequence"

@@ -23,6 +23,7 @@ COMMANDS = (
     ("costs", "asyncengine.cli.costs", "measure what a model's steps take, and how well that is foreseen"),
     ("plan", "asyncengine.cli.plan", "print which kernels a model's steps take on a GPU"),
     ("models", "asyncengine.cli.models", "list the families of models, or say how a model will run and what it takes"),
+    ("convert", "asyncengine.cli.convert", "write a checkpoint anew with its layers in fewer bits"),
     ("collect-env", "asyncengine.cli.collect_env", "print what a bug report needs"),
     ("completion", "asyncengine.cli.completion", "print a script that completes commands in a shell"),
 )

@@ -18,7 +18,7 @@ from torch import Tensor
 from asyncengine.kernels.weight import FLOAT8 as FLOAT8_FORMAT
 from asyncengine.kernels.weight import PackedWeight, tensors_of
 
-Quantization = Literal["none", "fp8"]
+Quantization = Literal["none", "fp8", "int8", "int4"]
 
 FLOAT8 = torch.float8_e4m3fn
 FLOAT8_MAX = 448.0

@@ -75,8 +75,12 @@ def unpack_nibbles(packed: Tensor) -> Tensor:
     return torch.stack((packed & 15, packed >> 4), -1).flatten(-2)
 
 
-def round_to_groups(form: str, weight: Tensor, size: int = 128) -> PackedWeight:
+def round_to_groups(
+    form: str, weight: Tensor, size: int = 128, scale_dtype: torch.dtype = torch.float32
+) -> PackedWeight:
     """Round a weight [N, K] to codes of INT4 or INT8, to nearest, with a scale for each group of columns.
+
+    Scales are numbers of ``scale_dtype``, in float32.
 
     The size of groups is halved until it divides K. Each scale is the best of some that clip the largest elements of
     its group: that with the smallest sum of squares of errors.
@@ -93,6 +97,7 @@ def round_to_groups(form: str, weight: Tensor, size: int = 128) -> PackedWeight:
         codes = (parts / tried[..., None]).round_().clamp_(-top - 1, top)
         errors = (codes * tried[..., None]).sub_(parts).square_().sum(-1)
         scales, least = torch.where(errors < least, tried, scales), torch.minimum(errors, least)
+    scales = scales.to(scale_dtype).float()
     codes = (parts / scales[..., None]).round_().clamp_(-top - 1, top).flatten(1)
     if form == INT4:
         return make_grouped(INT4, pack_nibbles((codes + 8).to(torch.uint8)), scales)

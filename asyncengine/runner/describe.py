@@ -11,10 +11,12 @@ import torch
 from asyncengine.config import EngineConfig
 from asyncengine.errors import ConfigError, ModelError
 from asyncengine.kernels.cpu.reference import ReferenceOps
+from asyncengine.kernels.weight import DENSE, FLOAT8, FLOAT8_GROUPS, GROUPED
 from asyncengine.machine import available_memory
 from asyncengine.models.config import ModelConfig, RawConfig
 from asyncengine.models.registry import FAMILIES, Family
 from asyncengine.models.weights.hub import resolve_model
+from asyncengine.models.weights.source import WeightsOfKind
 from asyncengine.runner.state import memory
 from asyncengine.runner.steps.model_runner import (
     check_layers,
@@ -70,6 +72,10 @@ class ModelReport:
     quantization: str | None = None
     num_parameters: int | None = None
     weight_bytes: int | None = None
+    weight_formats: tuple[str, ...] = ()
+    """Formats of the projections, and the kernels that multiply them; the one of the most parameters first."""
+    bits_per_weight: float | None = None
+    """Bits that a parameter takes on average, embeddings and scales included."""
     has_weights: bool | None = None
     """The directory holds weights, whose names and shapes are those of the model. False: there is config.json alone."""
     kv_bytes_per_token: int | None = None
@@ -128,6 +134,7 @@ def describe_model(config: EngineConfig, device: str, memory_bytes: int | None =
     path = resolve_model(config.model, revision=config.revision, weights=False)
     raw = RawConfig.load(path)
     has_weights = any(path.suffix in _WEIGHT_FILES for path in path.iterdir())
+    formats: tuple[str, ...] = ()
     try:
         architecture, family = family_of(config, raw)
         model = family.read_config(raw)
@@ -143,6 +150,9 @@ def describe_model(config: EngineConfig, device: str, memory_bytes: int | None =
             probe = replace(config, model=str(path), load_format=form, dtype=name, max_model_len=1)
             loaded = load_model(probe, _NoOps())
             model, num_parameters, weight_bytes = loaded.config, loaded.num_parameters, loaded.owned_bytes
+            formats = tuple(
+                _words_for(kind, name, device, mixture=model.mixture is not None) for kind in loaded.weight_kinds
+            )
     except ModelError as e:
         return ModelReport(config.model, "refused", str(e))
     of_block = memory.block_bytes(model, config.block_size, memory.kv_dtype(config, dtype))
@@ -159,6 +169,8 @@ def describe_model(config: EngineConfig, device: str, memory_bytes: int | None =
         quantization=config.quantization,
         num_parameters=num_parameters,
         weight_bytes=weight_bytes,
+        weight_formats=formats,
+        bits_per_weight=round(8 * weight_bytes / num_parameters, 2) if num_parameters else None,
         has_weights=has_weights,
         kv_bytes_per_token=of_block // config.block_size,
         state_bytes_per_sequence=memory.state_bytes(model),
@@ -169,6 +181,18 @@ def describe_model(config: EngineConfig, device: str, memory_bytes: int | None =
         kv_tokens=num_blocks * config.block_size,
         sequences=min(config.max_num_seqs, num_blocks // _blocks_per_sequence(config, model, context)),
     )
+
+
+def _words_for(kind: WeightsOfKind, dtype: str, device: str, *, mixture: bool) -> str:
+    """A format with its groups, and the kernel that multiplies it."""
+    if kind.format not in GROUPED:
+        return {DENSE: dtype, FLOAT8: "float8 by rows, inputs rounded to float8"}[kind.format]
+    bits = "float8" if kind.format == FLOAT8_GROUPS else kind.format
+    groups = f"{bits} in groups of {kind.group} columns"
+    if device == "cpu":
+        return f"{groups}, decoded by native kernels"
+    experts = f", experts unpacked to {dtype}" if mixture else ""
+    return f"{groups}, decoded by a kernel up to 256 rows and unpacked beyond{experts}"
 
 
 def _reason(config: EngineConfig, architecture: str, model: ModelConfig) -> str:

@@ -51,7 +51,7 @@ def test_help_shows_the_docstrings_of_fields() -> None:
         assert docs.keys() == {f.name for f in dataclasses.fields(cls) if not f.name.startswith("_")}  # type: ignore[arg-type]
         for name, text in docs.items():
             assert f"{name}: {text}" in shown, name
-    assert "max_num_seqs: Sequences that run at the same time." in str(EngineConfig.__doc__)
+    assert "max_num_seqs: Sequences that run at once." in str(EngineConfig.__doc__)
 
 
 def test_a_class_with_a_schema_constrains_like_its_schema() -> None:

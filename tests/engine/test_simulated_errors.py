@@ -210,7 +210,7 @@ def test_integers_that_python_does_not_print() -> None:
         {"gpu_memory_utilization": 1.5},
         {"cpu_affinity": 100_000},
         {"staging": "somehow"},
-        {"quantization": "int4"},
+        {"quantization": "int3"},
         {"quantization": "fp8", "device": "cpu"},
         {"quantization": "fp8", "dtype": "float32"},
         {"step_driver": "nobody"},

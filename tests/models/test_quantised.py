@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import logging
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +14,15 @@ from safetensors.torch import load_file, save_file
 
 from asyncengine.config import EngineConfig
 from asyncengine.errors import ConfigError, ModelError, UnsupportedModelError, WeightMismatchError
+from asyncengine.kernels.cpu.reference import ReferenceOps
 from asyncengine.models.config import RawConfig
 from asyncengine.models.weights.checkpoint import Checkpoint
+from asyncengine.models.weights.formats.at_load import GroupedAtLoad, at_load
 from asyncengine.models.weights.formats.choose import choose_format
 from asyncengine.models.weights.formats.packed import to_dense
 from asyncengine.models.weights.shard import WHOLE, Shard
 from asyncengine.models.weights.source import WeightSource
+from asyncengine.runner.describe import describe_model
 from asyncengine.runner.steps.model_runner import CpuModelRunner
 from tests.models import tiny
 from tests.models.quantised import PACKINGS, is_packed, quantise
@@ -214,3 +219,43 @@ def test_headers_tell_the_memory(pair: Any) -> None:
         )
         assert tensors.owned_bytes == made.nbytes == 128 * 32 + 2 * 128 * 2 * 4 + 64 * 4
         assert tensors.num_parameters - 128 * 64 < 300  # zero points, scales and the groups of columns
+
+
+@pytest.mark.parametrize("kind", ["int8", "int4"])
+def test_a_dense_checkpoint_is_quantised_when_it_is_loaded(
+    dense: dict[str, Path], kind: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Each layer's error is told, and tokens are those of the rounded weights."""
+    caplog.set_level(logging.INFO, "asyncengine")
+    config = EngineConfig.from_kwargs(
+        str(dense["llama"]), {"num_kv_blocks": 16, "dtype": "float32", "cpu_threads": 2, "quantization": kind}
+    )
+    runner = CpuModelRunner.load(config)
+    told = [record.getMessage() for record in caplog.records if "relative error" in record.getMessage()]
+    assert [line.split()[0] for line in told] == ["model.layers.0", "model.layers.1"]
+    form = at_load(kind)
+    tensors = Checkpoint(dense["llama"], torch.float32)
+    packed = form.weight(tensors, "model.layers.0.mlp.up_proj", (128, 64), WHOLE, transposed=False)
+    assert tensors.owned_bytes == packed.nbytes
+    assert isinstance(form, GroupedAtLoad)
+    [error] = form.errors().values()
+    assert 0.001 < error < (0.01 if kind == "int8" else 0.12)
+    driver = tiny.Driver(runner, native=True)
+    sequence = driver.add(PROMPT, 16)
+    driver.run([sequence], 12, 64)
+    by_torch = tiny.Driver(CpuModelRunner.load(config, ops=ReferenceOps()))
+    other = by_torch.add(PROMPT, 16)
+    by_torch.run([other], 12, 64)
+    assert sequence.generated == other.generated
+
+
+def test_models_says_how_weights_lie(pair: Any) -> None:
+    packed, _ = pair("gptq")
+    config = EngineConfig.from_kwargs(str(packed), {"device": "cpu"})
+    told = describe_model(config, "cpu", 1 << 30)
+    assert told.weight_formats == ("int4 in groups of 32 columns, decoded by native kernels",)
+    assert told.bits_per_weight is not None
+    assert 4 < told.bits_per_weight < 16
+    assert describe_model(replace(config, device="cuda"), "cuda", 1 << 40).weight_formats == (
+        "int4 in groups of 32 columns, decoded by a kernel up to 256 rows and unpacked beyond",
+    )

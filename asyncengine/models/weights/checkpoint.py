@@ -246,6 +246,14 @@ class Checkpoint:
         key = self._key(name)
         return key is not None and self._header(key).dtype in _FLOATS
 
+    def shape_of(self, name: str) -> tuple[int, ...]:
+        """The shape of a tensor. Raises MissingWeightError if there is none."""
+        return tuple(self._header(self._require(name)).shape)
+
+    def stored_name(self, name: str) -> str:
+        """The name that the files have for a tensor. Raises MissingWeightError if there is none."""
+        return self._require(name)
+
     def sized(self, name: str) -> int | None:
         return self._header(self._require(name)).numel()
 
@@ -260,6 +268,11 @@ class Checkpoint:
         tensor = _aligned(self._read(name, *shapes, kinds=kinds, elements=elements, parameters=parameters))
         self._raw.add(tensor.untyped_storage().data_ptr())
         return tensor if elements else tensor.to(self._device)
+
+    def release(self, given: Tensor, owned: int) -> None:
+        if self.owned_bytes == owned:
+            self.mapped_bytes -= given.nbytes
+        self.owned_bytes = owned
 
     def keep(self, weight: PackedWeight) -> PackedWeight:
         for tensor in weight.tensors.values():

@@ -108,6 +108,9 @@ class DummyWeights:
         made = torch.randint(120, (count,), dtype=torch.uint8, device=device, generator=self._generator)
         return made.view(kind).view(shape)
 
+    def release(self, given: Tensor, owned: int) -> None:
+        self.owned_bytes = owned
+
     def keep(self, weight: PackedWeight) -> PackedWeight:
         self.owned_bytes += weight.nbytes
         return weight

@@ -2,18 +2,30 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from asyncengine.errors import UnsupportedModelError
-from asyncengine.kernels.grouped import are_alike
-from asyncengine.kernels.weight import DENSE, PackedWeight, dense
+from asyncengine.kernels.grouped import are_alike, group_size
+from asyncengine.kernels.weight import DENSE, GROUPED, PackedWeight, dense
 from asyncengine.models.weights.formats.base import Dense, TensorSource, WeightFormat
 from asyncengine.models.weights.formats.packed import to_dense
 from asyncengine.models.weights.mxfp4 import BLOCK, unpack_mxfp4
 from asyncengine.models.weights.shard import Cut, Shard
+
+
+class WeightsOfKind(NamedTuple):
+    """Projections of one format."""
+
+    format: str
+    """a name of kernels/weight.py"""
+    group: int
+    """Columns that share a scale; 0 in formats without groups."""
+    parameters: int
 
 
 class WeightSource:
@@ -27,6 +39,7 @@ class WeightSource:
         self._tensors = tensors
         self._format = form or Dense()
         self._shard = shard or Shard()
+        self._kinds: Counter[tuple[str, int]] = Counter()
 
     @property
     def dtype(self) -> torch.dtype:
@@ -56,7 +69,14 @@ class WeightSource:
         ``transposed``: a dense checkpoint holds it as [in_features, out_features].
         """
         part, shape = self._shard.part(cut, blocks)._replace(rows=rows, order=order), (out_features, in_features)
-        return self._format.weight(self._tensors, module, shape, part, transposed=transposed)
+        made = self._format.weight(self._tensors, module, shape, part, transposed=transposed)
+        group = group_size(made) if made.format in GROUPED else 0
+        self._kinds[made.format, group] += made.out_features * made.in_features
+        return made
+
+    def kinds(self) -> tuple[WeightsOfKind, ...]:
+        """The formats of the projections that were asked for, the one of the most parameters first."""
+        return tuple(WeightsOfKind(*kind, count) for kind, count in self._kinds.most_common())
 
     def side_by_side(self, weights: Sequence[PackedWeight]) -> list[PackedWeight]:
         """Weights that share their input, in one format: those that differ in theirs are unpacked."""

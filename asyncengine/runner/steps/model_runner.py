@@ -27,9 +27,10 @@ from asyncengine.models.files import read_optional_json
 from asyncengine.models.registry import CausalLM, Family, choose_family, settle_head, settle_rotation
 from asyncengine.models.weights.checkpoint import Checkpoint, choose_dtype
 from asyncengine.models.weights.dummy import DummyWeights
+from asyncengine.models.weights.formats.at_load import GroupedAtLoad
 from asyncengine.models.weights.formats.choose import METHODS, choose_format, quant_method
 from asyncengine.models.weights.hub import resolve_model
-from asyncengine.models.weights.source import WeightSource
+from asyncengine.models.weights.source import WeightsOfKind, WeightSource
 from asyncengine.runner.loop_config import choose_num_host_blocks, decodes_on_host
 from asyncengine.runner.state import kv_scales
 from asyncengine.runner.state import memory as kv_cache
@@ -63,6 +64,8 @@ class LoadedModel:
     """number of a GPU"""
     waits_at: str = ""
     """place in the code of modules at which a step waits for the device; empty: steps can be captured"""
+    weight_kinds: tuple[WeightsOfKind, ...] = ()
+    """formats of the projections"""
 
     def info(self, config: EngineConfig, num_blocks: int, num_host_blocks: int = 0) -> ModelInfo:
         return ModelInfo(
@@ -144,8 +147,9 @@ def load_model(config: EngineConfig, ops: Ops[Any, Any, Any], *, progress: bool 
     _check_memory_beside_cache(config, model_config, max_model_len)
     dtype = dtype_of(config, architecture, family, raw, ops.device)
     form = choose_format(config.quantization, raw)
-    if config.batch_invariant and ops.device.type == "cuda" and quant_method(raw) in METHODS:
-        raise ConfigError(f"batch_invariant is not implemented for weights that {quant_method(raw)} quantised")
+    in_codes = quant_method(raw) in METHODS or config.quantization in ("int8", "int4")
+    if in_codes and config.batch_invariant and ops.device.type == "cuda":
+        raise ConfigError("batch_invariant on a GPU is not implemented for weights in codes")
     tensors = (
         DummyWeights(dtype, model_config.initializer_range, config.seed, device=ops.device)
         if dummy
@@ -155,6 +159,8 @@ def load_model(config: EngineConfig, ops: Ops[Any, Any, Any], *, progress: bool 
         model_config = settle_rotation(settle_head(model_config, tensors), tensors)
         weights = WeightSource(tensors, form)
         model = family.build(model_config, weights, ops, max_model_len)
+        if isinstance(form, GroupedAtLoad):
+            form.log_errors()
         scales = kv_scales.stored(tensors, model_config) if config.float8_cache else None
         tensors.finish()
     return LoadedModel(
@@ -172,6 +178,7 @@ def load_model(config: EngineConfig, ops: Ops[Any, Any, Any], *, progress: bool 
         None if scales is None else with_inverses(scales).to(ops.device),
         ops.device.index,
         getattr(model, "waits_at", ""),
+        weights.kinds(),
     )
 
 
@@ -180,7 +187,9 @@ def dtype_of(
 ) -> torch.dtype:
     """The dtype that the model computes in. Raises ConfigError if the family cannot have the quantisation."""
     dtype = choose_dtype(config.dtype, raw.dtype, device)
-    if config.quantization == "none":
+    if config.quantization in ("int8", "int4") and not family.model_types:
+        raise ConfigError(f"quantization={config.quantization} is not implemented for {architecture}")
+    if config.quantization != "fp8":
         return dtype
     if config.dtype == "auto" and dtype == torch.float16:
         dtype = torch.bfloat16  # as the kernels for quantised weights have it
@@ -247,7 +256,7 @@ class CpuModelRunner:
 
         ``ops`` stands in for ``cpu_ops(config)``.
         """
-        if config.quantization != "none":
+        if config.quantization == "fp8":
             raise ConfigError(f"quantization={config.quantization} needs a GPU, and there is none or device is cpu")
         if config.dtype == "float16":
             raise ConfigError("dtype=float16 needs a GPU, and there is none: take bfloat16 or float32")

@@ -74,6 +74,9 @@ class TensorSource(Protocol):
     def sized(self, name: str) -> int | None:
         """Number of elements of a tensor; None for random ones. Raises MissingWeightError if there is none."""
 
+    def release(self, given: Tensor, owned: int) -> None:
+        """Take back the count of a tensor of ``get``, which is dropped; ``owned`` are the ``owned_bytes`` before it."""
+
     def keep(self, weight: PackedWeight) -> PackedWeight:
         """Count the memory of a weight that is made of ``raw`` tensors, and return it."""
 
