@@ -259,3 +259,19 @@ def test_models_says_how_weights_lie(pair: Any) -> None:
     assert describe_model(replace(config, device="cuda"), "cuda", 1 << 40).weight_formats == (
         "int4 in groups of 32 columns, decoded by a kernel up to 256 rows and unpacked beyond",
     )
+
+
+@pytest.mark.parametrize("kind", ["float8 by channel", "float8 by tensor"])
+def test_float8_by_rows_takes_the_kernels_that_round_inputs(pair: Any, kind: str) -> None:
+    """On a GPU that has them; parts of ranks have the scales of their rows."""
+    packed, dense = pair(kind)
+    raw, module = RawConfig.load(packed), "model.layers.0.mlp.down_proj"
+    expected = load_file(dense / "model.safetensors")[f"{module}.weight"]
+    for cut, axis in (("rows", 0), ("columns", 1)):
+        form = choose_format("none", raw, rounds_inputs=True)
+        parts = [
+            WeightSource(Checkpoint(packed, torch.float32), form, Shard(rank, 2)).weight(module, 64, 128, cut=cut)
+            for rank in range(2)
+        ]
+        assert {part.format for part in parts} == {"float8"}
+        assert torch.equal(torch.cat([to_dense(part, torch.float32) for part in parts], axis), expected)

@@ -146,7 +146,10 @@ def load_model(config: EngineConfig, ops: Ops[Any, Any, Any], *, progress: bool 
     max_model_len = choose_max_model_len(config, model_config)
     _check_memory_beside_cache(config, model_config, max_model_len)
     dtype = dtype_of(config, architecture, family, raw, ops.device)
-    form = choose_format(config.quantization, raw)
+    # The kernels of --quantization fp8, which are faster, where they can serve the model.
+    gpu = getattr(ops, "gpu", None)
+    fast = gpu is not None and gpu.has_float8 and family.quantizable and dtype == torch.bfloat16
+    form = choose_format(config.quantization, raw, rounds_inputs=fast)
     in_codes = quant_method(raw) in METHODS or config.quantization in ("int8", "int4")
     if in_codes and config.batch_invariant and ops.device.type == "cuda":
         raise ConfigError("batch_invariant on a GPU is not implemented for weights in codes")

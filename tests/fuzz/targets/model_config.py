@@ -6,11 +6,16 @@ import json
 from contextlib import suppress
 from typing import Any
 
+import torch
+
 from asyncengine.errors import ModelError
 from asyncengine.models.config import RawConfig
 from asyncengine.models.registry import FAMILIES, find_family
 from asyncengine.models.rotary import rotary_table
 from asyncengine.models.weights.checkpoint import choose_dtype
+from asyncengine.models.weights.dummy import DummyWeights
+from asyncengine.models.weights.formats.choose import METHODS, choose_format
+from asyncengine.models.weights.formats.packed import Packed
 from asyncengine.runner.steps.model_runner import read_eos_token_ids
 from tests.fuzz.source import Source, scratch_directory
 
@@ -50,6 +55,14 @@ WORDS = (
     "sliding_attention",
 )
 
+QUANT_KEYS = (
+    "bits", "group_size", "zero_point", "version", "modules_to_not_convert", "desc_act", "sym", "checkpoint_format",
+    "dynamic", "weight_block_size", "fmt", "load_in_4bit", "load_in_8bit", "bnb_4bit_quant_type", "ignore", "format",
+    "kv_cache_scheme", "num_bits", "type", "symmetric", "strategy", "block_structure", "actorder",
+    "llm_int8_skip_modules",
+)  # fmt: skip
+RANDOM = DummyWeights(torch.float32, 0.02, 0)
+
 DIRECTORY = scratch_directory()
 
 
@@ -70,6 +83,9 @@ def read() -> None:
     model = family.read_config(raw)
     read_eos_token_ids(DIRECTORY, raw, model.vocab_size)
     choose_dtype("auto", raw.dtype)
+    form = choose_format("none", raw)
+    if isinstance(form, Packed):
+        form.is_packed(RANDOM, "model.layers.0.mlp.up_proj")
     for rope, dim in set(zip(model.layer_ropes, model.head_dims, strict=True)):
         rotary_table(rope, dim, min(model.max_positions, 16))
 
@@ -81,6 +97,12 @@ def config(source: Source) -> dict[str, Any]:
         values[source.pick(KEYS)] = value(source)
     if source.flag():
         values["rope_parameters"] = {source.pick(ROPE_KEYS): value(source) for _ in range(source.integer(0, 6))}
+    if source.flag():
+        quantised = {source.pick(QUANT_KEYS): value(source) for _ in range(source.integer(0, 6))}
+        if source.flag():
+            weights = {source.pick(QUANT_KEYS): value(source) for _ in range(source.integer(0, 4))}
+            quantised["config_groups"] = {"a": {"targets": ["Linear", value(source)], "weights": weights}}
+        values["quantization_config"] = quantised | {"quant_method": source.pick((*METHODS, "mxfp4", "other"))}
     if source.flag():
         values["layer_types"] = [value(source) for _ in range(3)]
     return values

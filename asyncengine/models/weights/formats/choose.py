@@ -15,9 +15,10 @@ from asyncengine.models.weights.formats.bitsandbytes import BitsAndBytes
 from asyncengine.models.weights.formats.compressed import CompressedTensors
 from asyncengine.models.weights.formats.fp8 import Float8Blocks
 from asyncengine.models.weights.formats.gptq import Gptq
+from asyncengine.models.weights.formats.packed import Packed
 from asyncengine.models.weights.formats.settings import QuantSettings
 
-METHODS: dict[str, Callable[[QuantSettings], WeightFormat]] = {
+METHODS: dict[str, Callable[[QuantSettings], Packed]] = {
     "awq": Awq,
     "bitsandbytes": BitsAndBytes,
     "compressed-tensors": CompressedTensors,
@@ -44,8 +45,12 @@ def check_method(raw: RawConfig, known: tuple[str, ...]) -> None:
         raise raw.unsupported(f"quantization_config with quant_method = {excerpt(method)}")
 
 
-def choose_format(quantization: Quantization, raw: RawConfig | None = None) -> WeightFormat:
+def choose_format(
+    quantization: Quantization, raw: RawConfig | None = None, *, rounds_inputs: bool = False
+) -> WeightFormat:
     """The format in which a checkpoint's weights lie, or one in which those of floats are wanted.
+
+    ``rounds_inputs``: see ``Packed``.
 
     Raises UnsupportedModelError for settings that are not implemented, ConfigError for a ``quantization`` of weights
     that are quantised already.
@@ -58,4 +63,6 @@ def choose_format(quantization: Quantization, raw: RawConfig | None = None) -> W
     if method == MXFP4:
         return at_load("none")
     settings = QuantSettings(raw.values["quantization_config"], f"{raw.source}, quantization_config")
-    return METHODS[method](settings)
+    form = METHODS[method](settings)
+    form.rounds_inputs = rounds_inputs
+    return form

@@ -52,6 +52,7 @@ class _Scheme(NamedTuple):
     block: Shape | None
     symmetric: bool
     has_order: bool
+    rounds_inputs: bool = False
 
 
 class CompressedTensors(Packed):
@@ -101,6 +102,7 @@ class CompressedTensors(Packed):
     def read(self, tensors: TensorSource, module: str, shape: Shape) -> PackedWeight:
         scheme = self.scheme_of(module)
         assert scheme is not None
+        scheme = scheme._replace(rounds_inputs=self.rounds_inputs)
         return _READERS[scheme.layout](tensors, module, shape, scheme)
 
 
@@ -161,7 +163,7 @@ def _read_floats(tensors: TensorSource, module: str, shape: Shape, scheme: _Sche
     scales = read_scales(tensors, f"{module}.weight_scale", *_scale_shapes(module, shape, scheme))
     if scheme.strategy == "group":
         return make_grouped("float8_groups", values, scales)
-    return make_float8(values, scales, shape, scheme.block, by_rows=False)
+    return make_float8(values, scales, shape, scheme.block, by_rows=scheme.rounds_inputs)
 
 
 def _read_ints(tensors: TensorSource, module: str, shape: Shape, scheme: _Scheme) -> PackedWeight:

@@ -75,4 +75,4 @@ class Float8Blocks(Packed):
             inverse = f"{module}.weight_scale_inv" in tensors
             name = f"{module}.weight_scale_inv" if inverse else f"{module}.weight_scale"
             scales = read_scales(tensors, name, (), (1,), (1, 1), (shape[0], 1))
-        return make_float8(values, scales, shape, self._block, by_rows=False)
+        return make_float8(values, scales, shape, self._block, by_rows=self.rounds_inputs)

@@ -7,11 +7,19 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from asyncengine.kernels.grouped import make_grouped, pack_nibbles
+from asyncengine.kernels.grouped import make_grouped, pack_nibbles, unpack_nibbles
 from asyncengine.kernels.weight import INT4, INT8, PackedWeight
 from asyncengine.models.files import excerpt
 from asyncengine.models.weights.formats.base import TensorSource
-from asyncengine.models.weights.formats.packed import Packed, Shape, codes_of_words, groups_of, read_order, read_scales
+from asyncengine.models.weights.formats.packed import (
+    Packed,
+    Shape,
+    bytes_of_words,
+    codes_of_words,
+    groups_of,
+    read_order,
+    read_scales,
+)
 from asyncengine.models.weights.formats.settings import MAX_PATTERNS, QuantSettings, compile_pattern, spellings
 
 _KEYS = (
@@ -77,7 +85,7 @@ class Gptq(Packed):
         kinds = (torch.int32,)
         stored = (columns // in_word, rows)
         words = tensors.raw(f"{module}.qweight", stored, kinds=kinds, parameters=rows * columns)
-        codes = codes_of_words(words.T.contiguous(), bits)
+        packed = bytes_of_words(words.T)
         words = tensors.raw(f"{module}.qzeros", (groups, rows // in_word), kinds=kinds)
         # The sum of whole words: a zero that was stored as -1 took a unit from its neighbour.
         one = 0x11111111 if bits == 4 else 0x01010101
@@ -92,12 +100,13 @@ class Gptq(Packed):
         order = None
         if f"{module}.g_idx" in tensors:
             order = read_order(tensors, f"{module}.g_idx", columns, groups, has_order=layer.has_order)
-        if order is not None:
-            codes = codes[:, order.long()]
         if bits == 4:
-            return make_grouped(INT4, pack_nibbles(codes.contiguous()), scales, offsets, order=order)
-        signed = (codes ^ 128).view(torch.int8).contiguous()
-        return make_grouped(INT8, signed, scales, offsets, order=order)
+            if order is not None:
+                packed = pack_nibbles(unpack_nibbles(packed)[:, order.long()])
+            return make_grouped(INT4, packed, scales, offsets, order=order)
+        if order is not None:
+            packed = packed[:, order.long()]
+        return make_grouped(INT8, (packed ^ 128).view(torch.int8), scales, offsets, order=order)
 
     def _settings_of(self, module: str) -> _Layer | None:
         """The settings of a module; None: it is not quantised."""

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from asyncengine.errors import UnsupportedModelError, WeightMismatchError
-from asyncengine.kernels.grouped import make_grouped, unpack
+from asyncengine.kernels.grouped import make_grouped, unpack, unpack_nibbles
 from asyncengine.kernels.weight import DENSE, FLOAT8, PackedWeight, dense
 from asyncengine.models.weights.formats.base import Dense, TensorSource
 from asyncengine.models.weights.shard import WHOLE, Part
@@ -91,6 +91,10 @@ def cut(weight: PackedWeight, part: Part) -> PackedWeight:
     by_rows, tensors = part.axis == 0 or part.ranks == 1, dict(weight.tensors)
     if not by_rows and "order" in tensors:
         raise UnsupportedModelError(f"a weight whose columns lie in an order cannot be cut for {part.ranks} ranks")
+    if weight.format == FLOAT8:
+        values = part.of(tensors["values"].view(torch.uint8)).contiguous().view(tensors["values"].dtype)
+        scale = part.of(tensors["scale"]) if by_rows else tensors["scale"]
+        return PackedWeight(FLOAT8, {"values": values, "scale": scale.contiguous()}, *values.shape)
     of_rows = part if by_rows else part._replace(axis=0, ranks=1, rank=0)
     for name, tensor in tensors.items():
         if name == "codes" or (name in ("scales", "offsets") and (by_rows or tensor.shape[1] > 1)):
@@ -106,6 +110,8 @@ def cut(weight: PackedWeight, part: Part) -> PackedWeight:
 class Packed(Dense):
     """A format whose weights are packed. A module whose weight is there in floats stays dense."""
 
+    rounds_inputs = False
+    """Float8 weights with a scale for each row take the format FLOAT8, whose products round their inputs too."""
     codes = "qweight"
     """Name of the tensor that a module has only where it is packed; "weight": its dtype tells."""
 
@@ -160,14 +166,12 @@ def swap_nibbles(packed: Tensor) -> Tensor:
 
 def nibbles_of_words(words: Tensor) -> Tensor:
     """Codes uint8 [..., 8 * W] of int32 [..., W], the lowest four bits first."""
-    shifts = torch.arange(0, 32, 4, device=words.device, dtype=torch.int32)
-    return ((words[..., None] >> shifts) & 15).to(torch.uint8).flatten(-2)
+    return unpack_nibbles(bytes_of_words(words))
 
 
 def bytes_of_words(words: Tensor) -> Tensor:
-    """Codes uint8 [..., 4 * W] of int32 [..., W], the lowest byte first."""
-    shifts = torch.arange(0, 32, 8, device=words.device, dtype=torch.int32)
-    return ((words[..., None] >> shifts) & 255).to(torch.uint8).flatten(-2)
+    """Codes uint8 [..., 4 * W] of int32 [..., W], the lowest byte first: a view, if the words are contiguous."""
+    return words.contiguous().view(torch.uint8)
 
 
 def codes_of_words(words: Tensor, bits: int) -> Tensor:
