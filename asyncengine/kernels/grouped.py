@@ -17,8 +17,9 @@ from asyncengine.kernels.weight import FLOAT8_GROUPS, GROUPED, INT4, INT8, Packe
 
 SMALLEST_GROUP = 16
 
-_CLIPS = (1.0, 0.97, 0.94, 0.91, 0.88, 0.85, 0.82, 0.79, 0.76)
+_CLIPS = (1.0, 0.95, 0.9, 0.85, 0.8)
 """Largest elements that ``round_to_groups`` tries, in shares of a group's largest."""
+_ELEMENTS_AT_ONCE = 1 << 18
 _CODES = {INT4: torch.uint8, INT8: torch.int8, FLOAT8_GROUPS: FLOAT8}
 
 
@@ -88,20 +89,38 @@ def round_to_groups(
     while weight.shape[1] % size and size > SMALLEST_GROUP:
         size //= 2
     size = size if weight.shape[1] % size == 0 else weight.shape[1]
+    rows = max(1, _ELEMENTS_AT_ONCE // weight.shape[1])
+    parts = [_round_rows(form, part, size, scale_dtype) for part in weight.split(rows)]
+    codes, scales = (torch.cat(tensors) for tensors in zip(*parts, strict=True))
+    return make_grouped(form, codes, scales)
+
+
+def _round_rows(form: str, weight: Tensor, size: int, scale_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Codes and scales of some rows, whose numbers stay in the cache."""
     top = 7 if form == INT4 else 127
-    parts = weight.float().view(len(weight), -1, size)
+    parts = weight.float().reshape(len(weight), -1, size)
     largest = parts.abs().amax(-1).clamp_(min=1e-30)
-    scales, least = largest / top, torch.full_like(largest, torch.inf)
-    for clip in _CLIPS if form == INT4 else _CLIPS[:1]:
+    scales, work = largest / top, torch.empty_like(parts)
+    least = torch.full_like(largest, torch.inf)
+    for clip in _CLIPS if form == INT4 else ():
         tried = largest * (clip / top)
-        codes = (parts / tried[..., None]).round_().clamp_(-top - 1, top)
-        errors = (codes * tried[..., None]).sub_(parts).square_().sum(-1)
+        torch.mul(parts, (1 / tried)[..., None], out=work)
+        work.round_().clamp_(-top - 1, top).mul_(tried[..., None]).sub_(parts)
+        errors = work.square_().sum(-1)
         scales, least = torch.where(errors < least, tried, scales), torch.minimum(errors, least)
     scales = scales.to(scale_dtype).float()
-    codes = (parts / scales[..., None]).round_().clamp_(-top - 1, top).flatten(1)
-    if form == INT4:
-        return make_grouped(INT4, pack_nibbles((codes + 8).to(torch.uint8)), scales)
-    return make_grouped(INT8, codes.to(torch.int8), scales)
+    codes = torch.div(parts, scales[..., None], out=work).round_().clamp_(-top - 1, top).flatten(1)
+    return (pack_nibbles(codes.add_(8).to(torch.uint8)) if form == INT4 else codes.to(torch.int8)), scales
+
+
+def squared_error(packed: PackedWeight, weight: Tensor) -> float:
+    """Sum of squares of what the codes of a packed weight, in its own order, change of a weight [N, K]."""
+    rows, total = max(1, _ELEMENTS_AT_ONCE // weight.shape[1]), 0.0
+    for first in range(0, len(weight), rows):
+        tensors = {name: tensor[first : first + rows] for name, tensor in packed.tensors.items()}
+        part = make_grouped(packed.format, tensors["codes"], tensors["scales"])
+        total += unpack(part).sub_(weight[first : first + rows]).square_().sum().item()
+    return total
 
 
 def are_alike(weights: Sequence[PackedWeight]) -> bool:

@@ -19,7 +19,7 @@ from torch import Tensor
 from asyncengine.errors import ConfigError, UnsupportedModelError
 from asyncengine.kernels.cpu.reference import ReferenceOps
 from asyncengine.kernels.float8 import pack_float8
-from asyncengine.kernels.grouped import group_size, round_to_groups, unpack
+from asyncengine.kernels.grouped import group_size, round_to_groups, squared_error
 from asyncengine.kernels.weight import INT4, INT8, PackedWeight
 from asyncengine.models.config import RawConfig
 from asyncengine.models.registry import find_family, settle_head
@@ -155,12 +155,11 @@ def _pack(weight: Tensor, bits: Bits) -> tuple[dict[str, Tensor], PackedWeight]:
 
 
 def _error(packed: PackedWeight, weight: Tensor) -> float:
-    exact = weight.float()
+    size = torch.linalg.vector_norm(weight, dtype=torch.float32).item() or 1.0
     if packed.format in (INT4, INT8):
-        made = unpack(packed)
-    else:
-        made = packed.tensors["values"].float() * packed.tensors["scale"][:, None]
-    return float((made - exact).norm() / exact.norm().clamp_min(1e-30))
+        return squared_error(packed, weight) ** 0.5 / size
+    made = packed.tensors["values"].float() * packed.tensors["scale"][:, None]
+    return torch.linalg.vector_norm(made.sub_(weight)).item() / size
 
 
 def _settings(bits: Bits, groups: Mapping[int, list[str]], tables: list[str]) -> dict[str, Any]:

@@ -6,6 +6,7 @@ Without a GPU the kernels are interpreted, which takes a second a step: there, m
 from __future__ import annotations
 
 import asyncio
+import copy
 import itertools
 import random
 from dataclasses import replace
@@ -24,7 +25,9 @@ from asyncengine.kernels.cuda.attention import choose
 from asyncengine.kernels.cuda.attention.choose import describe
 from asyncengine.kernels.cuda.gpu import H200
 from asyncengine.kernels.cuda.ops import CudaOps, CudaOptions
+from asyncengine.kernels.grouped import round_to_groups, unpack
 from asyncengine.kernels.ops import KVSpec
+from asyncengine.kernels.weight import INT4
 from asyncengine.runner.start.calibration import calibrate_device
 from asyncengine.runner.state.kv_scales import calibrate_host
 from asyncengine.runner.steps import device_steps
@@ -240,6 +243,19 @@ def test_float8_weights(checkpoint):
     outputs, _ = generate(path, jobs, **config)
     assert [len(tokens) for (tokens,) in outputs] == [COUNT] * len(jobs)
     assert generate(path, jobs, alone=True, **config)[0] == outputs
+
+
+def test_weights_in_codes(checkpoint):
+    """The tokens of transformers with the rounded weights."""
+    path, model = checkpoint("qwen3")
+    model = copy.deepcopy(model)
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if name.endswith("_proj.weight"):
+                weight.copy_(unpack(round_to_groups(INT4, weight)))
+    prompts = PROMPTS if GPU else PROMPTS[1:]
+    outputs, _ = generate(path, [(prompt, greedy()) for prompt in prompts], quantization="int4")
+    assert outputs == [[tuple(tiny.generate(model, prompt, COUNT))] for prompt in prompts]
 
 
 @pytest.mark.parametrize(

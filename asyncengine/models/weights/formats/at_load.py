@@ -6,8 +6,10 @@ import logging
 import re
 from dataclasses import replace
 
+import torch
+
 from asyncengine.kernels.float8 import Quantization, pack_float8
-from asyncengine.kernels.grouped import round_to_groups, unpack
+from asyncengine.kernels.grouped import round_to_groups, squared_error
 from asyncengine.kernels.weight import FLOAT8, INT4, INT8, PackedWeight
 from asyncengine.models.weights.formats.base import Dense, TensorSource
 from asyncengine.models.weights.shard import Part
@@ -48,9 +50,9 @@ class GroupedAtLoad(Dense):
         packed = round_to_groups(self.packed, given)
         if not given.is_meta:
             layer = match[0] if (match := _LAYER.match(module)) else module
-            sums, exact = self._errors.setdefault(layer, [0.0, 0.0]), given.float()
-            sums[0] += (unpack(packed) - exact).square().sum().item()
-            sums[1] += exact.square().sum().item()
+            sums = self._errors.setdefault(layer, [0.0, 0.0])
+            sums[0] += squared_error(packed, given)
+            sums[1] += torch.linalg.vector_norm(given, dtype=torch.float32).item() ** 2
         tensors.release(given, before)
         return tensors.keep(replace(packed, inputs=tensors.dtype))
 
