@@ -90,7 +90,7 @@ def round_to_groups(
         size //= 2
     size = size if weight.shape[1] % size == 0 else weight.shape[1]
     rows = max(1, _ELEMENTS_AT_ONCE // weight.shape[1])
-    parts = [_round_rows(form, part, size, scale_dtype) for part in weight.split(rows)]
+    parts = [_round_rows(form, part, size, scale_dtype) for part in torch.split(weight, rows)]
     codes, scales = (torch.cat(tensors) for tensors in zip(*parts, strict=True))
     return make_grouped(form, codes, scales)
 

@@ -157,9 +157,9 @@ def _pack(weight: Tensor, bits: Bits) -> tuple[dict[str, Tensor], PackedWeight]:
 def _error(packed: PackedWeight, weight: Tensor) -> float:
     size = torch.linalg.vector_norm(weight, dtype=torch.float32).item() or 1.0
     if packed.format in (INT4, INT8):
-        return squared_error(packed, weight) ** 0.5 / size
+        return float(squared_error(packed, weight) ** 0.5 / size)
     made = packed.tensors["values"].float() * packed.tensors["scale"][:, None]
-    return torch.linalg.vector_norm(made.sub_(weight)).item() / size
+    return float(torch.linalg.vector_norm(made.sub_(weight)).item() / size)
 
 
 def _settings(bits: Bits, groups: Mapping[int, list[str]], tables: list[str]) -> dict[str, Any]:

@@ -6,6 +6,7 @@
 #include "platform/cpu/attention.inl"
 #include "platform/cpu/decode.inl"
 #include "platform/cpu/linear.inl"
+
 #include "platform/cpu/codes.inl"
 #include "platform/cpu/rows.inl"
 #include "platform/cpu/sampling.inl"
