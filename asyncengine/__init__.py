@@ -18,7 +18,7 @@ from asyncengine.api.outputs import (
     Usage,
 )
 from asyncengine.api.request import ChatMessage, SamplingParams
-from asyncengine.api.stats import DebugStats, EngineSnapshot, EngineStats, WakeRecord
+from asyncengine.api.stats import DebugStats, EngineLoad, EngineSnapshot, EngineStats, WakeRecord
 from asyncengine.api.structured_outputs import StructuredOutputs
 from asyncengine.bundled import path as bundled_model
 from asyncengine.config import EngineConfig
@@ -71,6 +71,7 @@ __all__ = [
     "EngineConfig",
     "EngineDeadError",
     "EngineError",
+    "EngineLoad",
     "EngineOverloadedError",
     "EngineSnapshot",
     "EngineStats",

@@ -723,6 +723,8 @@ class StepLoop:
         """Return why steps failed whose requests drain() gave with step_failed since the last call, one line each."""
     def stats(self) -> dict[str, int]:
         """Every statistic by its name: csrc/core/stats.inl lists them."""
+    def load(self) -> tuple[int, int]:
+        """Return the sequences that run or wait, and the prompt tokens that no step has begun: cheaper than stats()."""
     def step_tokens(self) -> StepTokens: ...
     def watch(self, on: bool) -> None:
         """Record steps from now on, or no longer."""

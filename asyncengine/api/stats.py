@@ -75,6 +75,15 @@ class EngineStats:
         return cls(kv_cache_usage=usage, step_tokens=step_tokens, **_counted(cls, snapshot))
 
 
+class EngineLoad(NamedTuple):
+    """Work of an engine that a new request would meet."""
+
+    num_requests: int
+    """Sequences that run or wait."""
+    queued_tokens: int
+    """Prompt tokens of requests that no step has begun."""
+
+
 @dataclass(frozen=True, slots=True)
 class DebugStats:
     """Counts of all that an engine holds. At rest every field but the first three is 0, and those three add up to the

@@ -22,7 +22,7 @@ from asyncengine.api.outputs import (
     Usage,
 )
 from asyncengine.api.request import Prompt, SamplingParams
-from asyncengine.api.stats import DebugStats, EngineSnapshot, EngineStats
+from asyncengine.api.stats import DebugStats, EngineLoad, EngineSnapshot, EngineStats
 from asyncengine.config import EngineConfig
 from asyncengine.engine.engine import AsyncEngine
 from asyncengine.engine.life import Health
@@ -231,6 +231,10 @@ class DataParallelEngine(AsyncEngine):
         """Sums over the engines, also over those that are dead."""
         return _sum(self.engine_stats())
 
+    def load(self) -> EngineLoad:
+        """See ``AsyncEngine.load``. Sums over the engines."""
+        return EngineLoad(*map(sum, zip(*(engine.load() for engine in self.engines), strict=True)))
+
     def engine_stats(self) -> list[EngineStats]:
         """See ``AsyncEngine.engine_stats``. They are in the order of ``engines``."""
         return [engine.stats() for engine in self.engines]
@@ -272,9 +276,8 @@ class DataParallelEngine(AsyncEngine):
         return sorted(engines[turn:] + engines[:turn], key=lambda engine: self._tokens_before(engine, pieces))
 
     def _tokens_before(self, engine: AsyncEngine, pieces: Pieces) -> int:
-        stats = engine.stats()
-        rows = stats.num_requests_running + stats.num_requests_waiting
-        return stats.queued_tokens + ROW_TOKENS * rows + pieces.tokens - self._warmth[engine].matched(pieces)
+        rows, queued = engine.load()
+        return queued + ROW_TOKENS * rows + pieces.tokens - self._warmth[engine].matched(pieces)
 
     async def _shared(self, count: int, ask: Callable[[AsyncEngine, slice], Coroutine[Any, Any, T]]) -> list[T]:
         """Ask each engine for a share of ``count`` prompts. If one raises, the others are cancelled."""

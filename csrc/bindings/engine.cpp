@@ -310,6 +310,11 @@ void bind_engine(py::module_& m) {
       .def("drain", &drain)
       .def("take_step_error", &StepLoop::take_step_error)
       .def("stats", &snapshot)
+      .def("load",
+           [](const StepLoop& self) {
+             const Stats stats = self.stats();
+             return std::pair(stats.num_requests_running + stats.num_requests_waiting, stats.queued_tokens);
+           })
       .def("step_tokens", &step_tokens)
       .def("watch", &StepLoop::watch, py::arg("on"))
       .def("last_steps", &last_steps, py::arg("most"))

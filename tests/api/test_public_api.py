@@ -78,7 +78,7 @@ def test_help_shows_public_methods_alone() -> None:
     names = {name for name in dir(AsyncEngine) if not name.startswith("_")}
     assert names == {
         "abort", "aclose", "classify", "debug_stats", "detokenize", "embed", "engine_stats", "from_pretrained",
-        "generate", "generate_many", "has_request", "health", "model_info", "score", "score_pairs", "several",
+        "generate", "generate_many", "has_request", "health", "load", "model_info", "score", "score_pairs", "several",
         "snapshot", "start", "stats", "stream", "submit", "tokenize", "tokenizer",
     }  # fmt: skip
 
@@ -93,6 +93,7 @@ METHODS: dict[str, Callable[[AsyncEngine], Any]] = {
     "generate": lambda engine: engine.generate("text"),
     "generate_many": lambda engine: anext(engine.generate_many(["text"])),
     "has_request": lambda engine: engine.has_request("name"),
+    "load": lambda engine: engine.load(),
     "model_info": lambda engine: engine.model_info,
     "score": lambda engine: engine.score("text", " more"),
     "score_pairs": lambda engine: engine.score_pairs(["text"], ["more"]),
@@ -103,7 +104,7 @@ METHODS: dict[str, Callable[[AsyncEngine], Any]] = {
     "tokenize": lambda engine: engine.tokenize("text"),
     "tokenizer": lambda engine: engine.tokenizer,
 }
-ANYWHERE = {"debug_stats", "engine_stats", "model_info", "stats", "tokenizer"}
+ANYWHERE = {"debug_stats", "engine_stats", "load", "model_info", "stats", "tokenizer"}
 """Methods that read only values that any thread may read."""
 
 

@@ -92,11 +92,15 @@ def test_equal_engines_take_turns_and_a_busy_one_is_spared() -> None:
     async def main() -> None:
         async with front(step_latency_us=2000, max_num_seqs=8) as engine, testing.no_leaks(engine):
             await asyncio.gather(*(engine.generate([400 + i], tokens(10)) for i in range(8)))
-            assert generated(engine) == [40, 40]
+            before = generated(engine)
+            assert sum(before) == 80
+            assert min(before) >= 20  # a busy machine may finish some before the next is sent
             for one in engine.engines[:1]:  # somebody uses it beside the front
-                streams = [await one.submit([500 + i], tokens(200)) for i in range(6)]
+                streams = [await one.submit([500 + i], tokens(1500)) for i in range(6)]
             await asyncio.gather(*(engine.generate([600 + i], tokens(10)) for i in range(4)))
-            assert generated(engine)[1] == 80
+            assert generated(engine)[1] == before[1] + 40
+            stats = engine.stats()
+            assert engine.load() == (stats.num_requests_running + stats.num_requests_waiting, stats.queued_tokens)
             for stream in streams:
                 await stream.aclose()
 
