@@ -65,7 +65,7 @@ _CALLS: dict[str, Call[Any]] = {
 _ACCOUNT = web.RequestKey("account", Account)
 ROUTE_PATH = web.RequestKey("route_path", str)
 """The path among these routes, of a request that reached them through a program's own router."""
-_PROBES = ("/metrics", "/ping", "/live", "/ready")
+_PROBES = ("/metrics", "/ping", "/live", "/ready", "/load")
 """Routes that machines ask for all the time, beside the public ones: their lines are for debugging."""
 _MAX_REQUEST_ID = 256
 
@@ -78,7 +78,9 @@ class App:
         self.engine: Engine | None = None
         self.draining = False
         self.bodies = Bodies(config)
-        self.metrics = Metrics(lambda: self.engine, lambda: self.model_name, lambda: self.bodies.held)
+        self.metrics = Metrics(
+            lambda: self.engine, lambda: self.model_name, lambda: self.bodies.held, config.metrics_prefix
+        )
         self._responses = ResponseStore(config.max_stored_responses, config.max_stored_response_bytes)
         self._keys = [(_digest(key.key), key) for key in config.api_keys]
         self._created = int(time.time())
@@ -91,6 +93,7 @@ class App:
             "/ready": ("GET", self._health),
             "/live": ("GET", self._live),
             "/metrics": ("GET", self._metrics),
+            "/load": ("GET", self._load),
             "/v1/models": ("GET", self._models),
             _MODEL: ("GET", self._model),
             "/v1/completions": ("POST", partial(self._generate, Completions())),
@@ -289,6 +292,19 @@ class App:
     async def _metrics(self, request: web.BaseRequest, headers: dict[str, str]) -> web.StreamResponse:
         return web.Response(
             body=self.metrics.render(), headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"}
+        )
+
+    async def _load(self, request: web.BaseRequest, headers: dict[str, str]) -> web.StreamResponse:
+        """Answer what a router weighs servers by, while requests are served."""
+        stats = self._ready_engine().stats()
+        return _json(
+            {
+                "server_load": stats.num_requests_running + stats.num_requests_waiting,
+                "num_requests_running": stats.num_requests_running,
+                "num_requests_waiting": stats.num_requests_waiting,
+                "queued_tokens": stats.queued_tokens,
+                "kv_cache_usage": stats.kv_cache_usage,
+            }
         )
 
     async def _models(self, request: web.BaseRequest, headers: dict[str, str]) -> web.StreamResponse:

@@ -6,6 +6,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Literal
 
 from asyncengine.config import check_types
 from asyncengine.errors import ConfigError
@@ -51,6 +52,9 @@ class ServerConfig:
     """Path under which a proxy shows the server, such as /llm; it may strip that or not."""
     public_metrics: bool = False
     """Answer /metrics without a key where keys are configured."""
+    metrics_prefix: Literal["asyncengine", "vllm"] = "asyncengine"
+    """Prefix of the names at /metrics. vllm gives metrics that vLLM has its names, labels and buckets, for dashboards
+    and routers that read those."""
     max_request_bytes: int = 32 * 2**20
     """Largest request body."""
     max_request_values: int = 500_000

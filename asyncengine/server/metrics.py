@@ -1,4 +1,4 @@
-"""Prometheus metrics under vLLM's names with an ``asyncengine:`` prefix.
+"""Prometheus metrics under vLLM's names with an ``asyncengine:`` prefix, or in vLLM's own form.
 
 The event loop is the only writer, so counters and histograms are plain numbers: an observation costs
 0.3 µs instead of the several that locks and labels cost, which matters at one observation per token.
@@ -7,9 +7,9 @@ The event loop is the only writer, so counters and histograms are plain numbers:
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import accumulate
-from typing import get_type_hints
+from typing import Literal, NamedTuple, get_type_hints
 
 from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
@@ -19,15 +19,44 @@ from asyncengine.api.outputs import FinishReason, RequestTiming, Usage
 from asyncengine.api.stats import EngineStats, Exported
 from asyncengine.server.engine_api import Engine, ModelInfo
 
-_LABELS = ["model_name"]
 PLACES = ("device", "host")
 """Places where a sequence decoded when a token was made: a label of latencies, as tokens on the host take longer."""
+MetricsPrefix = Literal["asyncengine", "vllm"]
+
+
+class _Bounds(NamedTuple):
+    """Upper bounds of the buckets of histograms, in seconds or tokens."""
+
+    token: tuple[float, ...]
+    first_token: tuple[float, ...]
+    request: tuple[float, ...]
+    tokens: tuple[float, ...]
+
+
 # fmt: off
-_TOKEN_SECONDS = (.0005, .001, .0025, .005, .01, .025, .05, .075, .1, .15, .2, .3, .4, .5, .75, 1., 2.5)
-_FIRST_TOKEN_SECONDS = (.001, .005, .01, .02, .04, .06, .08, .1, .25, .5, .75, 1., 2.5, 5., 10., 40.)
-_REQUEST_SECONDS = (.001, .01, .05, .1, .3, .5, .8, 1., 1.5, 2.5, 5., 10., 20., 30., 60., 120., 600.)
 _TOKENS = (1., 2., 5., 10., 20., 50., 100., 200., 500., 1e3, 2e3, 5e3, 1e4, 2e4, 5e4, 1e5, 2e5, 5e5, 1e6)
+_BOUNDS: dict[MetricsPrefix, _Bounds] = {
+    "asyncengine": _Bounds(
+        token=(.0005, .001, .0025, .005, .01, .025, .05, .075, .1, .15, .2, .3, .4, .5, .75, 1., 2.5),
+        first_token=(.001, .005, .01, .02, .04, .06, .08, .1, .25, .5, .75, 1., 2.5, 5., 10., 40.),
+        request=(.001, .01, .05, .1, .3, .5, .8, 1., 1.5, 2.5, 5., 10., 20., 30., 60., 120., 600.),
+        tokens=_TOKENS,
+    ),
+    "vllm": _Bounds(
+        token=(.01, .025, .05, .075, .1, .15, .2, .3, .4, .5, .75, 1., 2.5, 5., 7.5, 10., 20., 40., 80.),
+        first_token=(.001, .005, .01, .02, .04, .06, .08, .1, .25, .5, .75, 1., 2.5, 5., 7.5, 10., 20., 40., 80., 160.,
+                     640., 2560.),
+        request=(.3, .5, .8, 1., 1.5, 2., 2.5, 5., 10., 15., 20., 30., 40., 50., 60., 120., 240., 480., 960., 1920.,
+                 7680.),
+        tokens=_TOKENS,
+    ),
+}
+_OF_VLLM = frozenset((
+    "num_requests_running", "num_requests_waiting", "kv_cache_usage_perc", "num_preemptions", "prompt_tokens",
+    "generation_tokens", "prefix_cache_queries", "prefix_cache_hits", "iteration_tokens_total",
+))
 # fmt: on
+"""Statistics of engines that vLLM exports too, with the same meaning. The others keep the prefix ``asyncengine``."""
 
 _EXPORTED: list[tuple[str, Exported]] = [
     (field, mark)
@@ -59,22 +88,28 @@ class Metrics(Collector):
     """Metrics that one server exports. ``engine`` answers None until the model is loaded."""
 
     def __init__(
-        self, engine: Callable[[], Engine | None], model_name: Callable[[], str], body_bytes: Callable[[], int]
+        self,
+        engine: Callable[[], Engine | None],
+        model_name: Callable[[], str],
+        body_bytes: Callable[[], int],
+        prefix: MetricsPrefix = "asyncengine",
     ) -> None:
         self._engine = engine
         self._body_bytes = body_bytes
         self._model_name = model_name
-        self.time_to_first_token = Histogram(_FIRST_TOKEN_SECONDS)
-        self.inter_token_latency = {place: Histogram(_TOKEN_SECONDS) for place in PLACES}
-        self.time_per_output_token = {place: Histogram(_TOKEN_SECONDS) for place in PLACES}
-        self.e2e_latency = Histogram(_REQUEST_SECONDS)
-        self.queue_time = Histogram(_REQUEST_SECONDS)
-        self.prefill_time = Histogram(_REQUEST_SECONDS)
-        self.decode_time = Histogram(_REQUEST_SECONDS)
-        self.inference_time = Histogram(_REQUEST_SECONDS)
-        self.request_prompt_tokens = Histogram(_TOKENS)
-        self.request_generation_tokens = Histogram(_TOKENS)
-        self.longest_generation = Histogram(_TOKENS)
+        self._prefix = prefix
+        bounds = _BOUNDS[prefix]
+        self.time_to_first_token = Histogram(bounds.first_token)
+        self.inter_token_latency = {place: Histogram(bounds.token) for place in PLACES}
+        self.time_per_output_token = {place: Histogram(bounds.token) for place in PLACES}
+        self.e2e_latency = Histogram(bounds.request)
+        self.queue_time = Histogram(bounds.request)
+        self.prefill_time = Histogram(bounds.request)
+        self.decode_time = Histogram(bounds.request)
+        self.inference_time = Histogram(bounds.request)
+        self.request_prompt_tokens = Histogram(bounds.tokens)
+        self.request_generation_tokens = Histogram(bounds.tokens)
+        self.longest_generation = Histogram(bounds.tokens)
         self.finished: dict[str, int] = dict.fromkeys((*FinishReason, "abort", "error"), 0)
         self._registry = CollectorRegistry()
         self._registry.register(self)
@@ -108,22 +143,23 @@ class Metrics(Collector):
         return []  # registering must not call collect()
 
     def collect(self) -> Iterator[Metric]:
-        label = [self._model_name()]
-
+        prefix, name = self._prefix, self._model_name()
         engine = self._engine()
         if engine is not None:
-            yield from _engine_metrics(engine.engine_stats(), label)
-            yield _cache_config(engine.model_info, label)
+            yield from _engine_metrics(engine.engine_stats(), prefix, name)
+            yield _cache_config(engine.model_info, len(engine.engine_stats()), prefix, name)
         text = "Bytes of request bodies that are being received or parsed."
-        held = GaugeMetricFamily("asyncengine:request_body_bytes", text, labels=_LABELS)
-        held.add_metric(label, self._body_bytes())
+        held = GaugeMetricFamily("asyncengine:request_body_bytes", text, labels=["model_name"])
+        held.add_metric([name], self._body_bytes())
         yield held
-        labels = [*_LABELS, "finished_reason"]
-        success = CounterMetricFamily("asyncengine:request_success", "Sequences by ending.", labels=labels)
+        # A request of the server is counted for the first engine: vLLM's metrics all have the label.
+        labels, label = (["model_name"], [name]) if prefix == "asyncengine" else (["model_name", "engine"], [name, "0"])
+        text = "Sequences by ending."
+        success = CounterMetricFamily(f"{prefix}:request_success", text, labels=[*labels, "finished_reason"])
         for reason, count in self.finished.items():
             success.add_metric([*label, reason], count)
         yield success
-        for name, text, data in (
+        for suffix, text, data in (
             ("time_to_first_token_seconds", "From arrival to the first token.", self.time_to_first_token),
             ("e2e_request_latency_seconds", "From arrival to the last token.", self.e2e_latency),
             ("request_queue_time_seconds", "From arrival to the first step.", self.queue_time),
@@ -134,16 +170,18 @@ class Metrics(Collector):
             ("request_generation_tokens", "Tokens that a prompt's sequences made.", self.request_generation_tokens),
             ("request_max_num_generation_tokens", "Tokens of its longest sequence.", self.longest_generation),
         ):
-            family = HistogramMetricFamily(f"asyncengine:{name}", text, labels=_LABELS)
+            family = HistogramMetricFamily(f"{prefix}:{suffix}", text, labels=labels)
             family.add_metric(label, data.buckets(), data.total)
             yield family
-        for name, text, places in (
+        for suffix, text, places in (
             ("inter_token_latency", "Between the tokens of a stream.", self.inter_token_latency),
             ("request_time_per_output_token", "Mean after the first token.", self.time_per_output_token),
         ):
-            family = HistogramMetricFamily(f"asyncengine:{name}_seconds", text, labels=[*_LABELS, "decoded_on"])
-            for place, data in places.items():
-                family.add_metric([*label, place], data.buckets(), data.total)
+            apart = [([], _sum(places.values()))] if prefix == "vllm" else [([p], data) for p, data in places.items()]
+            names = labels if prefix == "vllm" else [*labels, "decoded_on"]
+            family = HistogramMetricFamily(f"{prefix}:{suffix}_seconds", text, labels=names)
+            for place, data in apart:
+                family.add_metric([*label, *place], data.buckets(), data.total)
             yield family
 
 
@@ -152,29 +190,47 @@ def _buckets(bounds: Sequence[float], counts: Sequence[int]) -> list[tuple[str, 
     return list(zip(names, accumulate(counts), strict=True))
 
 
-def _engine_metrics(engines: Sequence[EngineStats], label: list[str]) -> Iterator[Metric]:
-    """The statistics of one engine; of several, each with the label ``engine``, its number."""
-    names = _LABELS if len(engines) == 1 else [*_LABELS, "engine"]
-    each = [([*label, str(number)][: len(names)], stats) for number, stats in enumerate(engines)]
+def _sum(parts: Iterable[Histogram]) -> Histogram:
+    """Add up histograms of the same bounds."""
+    parts = list(parts)
+    total = Histogram(parts[0].bounds)
+    total.counts = [sum(column) for column in zip(*(part.counts for part in parts), strict=True)]
+    total.total = sum(part.total for part in parts)
+    return total
+
+
+def _engine_labels(count: int, prefix: MetricsPrefix, model: str) -> tuple[list[str], list[list[str]]]:
+    """The names of labels, and the values of each engine: its number is among them if there are several, and always in
+    vLLM's form."""
+    if count == 1 and prefix == "asyncengine":
+        return ["model_name"], [[model]]
+    return ["model_name", "engine"], [[model, str(number)] for number in range(count)]
+
+
+def _engine_metrics(engines: Sequence[EngineStats], prefix: MetricsPrefix, model: str) -> Iterator[Metric]:
+    names, each = _engine_labels(len(engines), prefix, model)
     for field, exported in _EXPORTED:
-        name = f"asyncengine:{exported.name or field}"
+        suffix = exported.name or field
+        name = f"{prefix if suffix in _OF_VLLM else 'asyncengine'}:{suffix}"
         if exported.kind == "histogram":
             histogram = HistogramMetricFamily(name, exported.text, labels=names)
-            for labels, stats in each:
+            for labels, stats in zip(each, engines, strict=True):
                 value = getattr(stats, field)
                 histogram.add_metric(labels, _buckets(value.bounds, value.counts), value.total)
             yield histogram
             continue
         family = CounterMetricFamily if exported.kind == "counter" else GaugeMetricFamily
         metric = family(name, exported.text, labels=names)
-        for labels, stats in each:
+        for labels, stats in zip(each, engines, strict=True):
             metric.add_metric(labels, getattr(stats, field))
         yield metric
 
 
-def _cache_config(model: ModelInfo, label: list[str]) -> Metric:
+def _cache_config(model: ModelInfo, engines: int, prefix: MetricsPrefix, name: str) -> Metric:
     """A gauge that is always 1, whose labels say how large the cache is, as routers and dashboards read it."""
-    labels = [*_LABELS, "block_size", "num_gpu_blocks"]
-    family = GaugeMetricFamily("asyncengine:cache_config_info", "The KV cache, in labels.", labels=labels)
-    family.add_metric([*label, str(model.block_size), str(model.num_kv_blocks)], 1)
+    names, each = _engine_labels(engines if prefix == "vllm" else 1, prefix, name)
+    text = "The KV cache, in labels."
+    family = GaugeMetricFamily(f"{prefix}:cache_config_info", text, labels=[*names, "block_size", "num_gpu_blocks"])
+    for labels in each:
+        family.add_metric([*labels, str(model.block_size), str(model.num_kv_blocks)], 1)
     return family

@@ -92,6 +92,7 @@ _RERANK = Operation(
     example={"query": "Which animal runs?", "documents": _TEXTS},
 )
 _HEALTH = Operation("200 when requests are served", _closed(status={"const": "ready"}))
+_COUNT = {"type": "integer", "minimum": 0}
 _EVENT = {"type": "object", "properties": {"event": _STRING, "data": _STRING}, "required": ["data"]}
 """Schema of each event of a stream: a chunk as JSON, or [DONE]."""
 _PLAIN = {"type": "string", "contentMediaType": "text/plain"}
@@ -108,6 +109,18 @@ OPERATIONS: dict[str, dict[str, Operation]] = {
     "/live": {"get": Operation("200 while the process should be left alone", _closed(status=_STRING))},
     "/version": {"get": Operation("The version of the server", _closed(version=_STRING))},
     "/metrics": {"get": Operation("Figures for Prometheus", _PLAIN)},
+    "/load": {
+        "get": Operation(
+            "Requests and tokens that run and wait",
+            _closed(
+                server_load=_COUNT,
+                num_requests_running=_COUNT,
+                num_requests_waiting=_COUNT,
+                queued_tokens=_COUNT,
+                kv_cache_usage={"type": "number", "minimum": 0, "maximum": 1},
+            ),
+        )
+    },
     "/openapi.json": {"get": Operation("This description", {"type": "object"})},
     "/docs": {"get": Operation("This description, to read", _HTML)},
     "/v1/models": {"get": Operation("The names of the served model", ModelList)},

@@ -63,6 +63,12 @@ async def keys(**config: Any) -> tuple[int, ...]:
         return (await site.get("/v1/models")).status, (await site.get("/metrics")).status
 
 
+async def metric_names(**config: Any) -> list[str]:
+    async with serving(FakeEngine(), **config) as site:
+        lines = (await site.get("/metrics")).body.decode().splitlines()
+    return [line for line in lines if line.startswith("# TYPE")]
+
+
 async def origin(**config: Any) -> str | None:
     async with serving(FakeEngine(), **config) as site:
         reply = await site.get("/health", headers={"Origin": "https://example.org"})
@@ -244,6 +250,7 @@ CHANGES = {
     "default_max_tokens": Change(completion(), 16, 3),
     "root_path": Change(below_root, "", "/llm"),
     "public_metrics": Change(keys, False, True, {"api_key": "secret"}),
+    "metrics_prefix": Change(metric_names, "asyncengine", "vllm"),
     "max_request_bytes": Change(completion(prompt="x" * 1000), 1000_000, 500),
     "max_request_values": Change(completion(logit_bias={"65": 1}), 1000, 5),
     "max_inflight_body_bytes": Change(held, 500_000, 250_000, LIMITED),

@@ -332,6 +332,59 @@ async def test_metrics_count_requests_and_tokens() -> None:
         assert success['{finished_reason="abort",model_name="fake"}'] == 1
 
 
+async def test_metrics_in_the_form_of_vllm() -> None:
+    async with serving(FakeEngine(), metrics_prefix="vllm") as site:
+        await site.events(COMPLETIONS, prompt="Hello", max_tokens=6)
+        labels = '{engine="0",model_name="fake"}'
+        for name, value in {
+            "num_requests_running": 0,
+            "num_requests_waiting": 0,
+            "kv_cache_usage_perc": 0,
+            "num_preemptions_total": 0,
+            "prefix_cache_queries_total": 5,
+            "prefix_cache_hits_total": 0,
+            "prompt_tokens_total": 5,
+            "generation_tokens_total": 6,
+            "request_prompt_tokens_sum": 5,
+            "request_generation_tokens_sum": 6,
+            "time_to_first_token_seconds_count": 1,
+            "inter_token_latency_seconds_count": 5,
+            "e2e_request_latency_seconds_count": 1,
+        }.items():
+            assert await site.metric(f"vllm:{name}") == {labels: value}, name
+        config = await site.metric("vllm:cache_config_info")
+        assert config == {'{block_size="16",engine="0",model_name="fake",num_gpu_blocks="64"}': 1}
+        # Buckets that vLLM's dashboards draw, from the first to the last.
+        for name, first, last in (
+            ("inter_token_latency_seconds", "0.01", "80.0"),
+            ("time_to_first_token_seconds", "0.001", "2560.0"),
+            ("e2e_request_latency_seconds", "0.3", "7680.0"),
+            ("request_prompt_tokens", "1.0", "1000000.0"),
+        ):
+            buckets = [key.split('le="')[1].split('"')[0] for key in await site.metric(f"vllm:{name}_bucket")]
+            assert (buckets[0], *buckets[-2:]) == (first, last, "+Inf")
+        # What vLLM does not have keeps the engine's own prefix.
+        assert not await site.metric("vllm:queued_tokens")
+        assert await site.metric("asyncengine:queued_tokens") == {labels: 0}
+
+
+async def test_load() -> None:
+    engine = FakeEngine()
+    async with serving(None) as site:
+        assert (await site.get("/load")).status == 503
+        site.server.app.engine = engine  # type: ignore[assignment]
+        rest = {"num_requests_waiting": 0, "queued_tokens": 0}
+        load = rest | {"server_load": 0, "num_requests_running": 0, "kv_cache_usage": 0}
+        assert (await site.get("/load")).json == load
+        engine.hold(at=2)
+        async with site.session.post(site.url + COMPLETIONS, json={"prompt": "x", "stream": True}):
+            await engine.wait_for(open=1)
+            load = rest | {"server_load": 1, "num_requests_running": 1, "kv_cache_usage": 1 / 64}
+            assert (await site.get("/load")).json == load
+        site.server.app.draining = True
+        assert (await site.get("/load")).error["code"] == "draining"
+
+
 @pytest.mark.parametrize("n", [1, 2])
 async def test_token_ids_are_returned_on_request(n: int) -> None:
     fields: dict[str, Any] = {"prompt": [[1, 2, 3], [4, 5]], "n": n, "max_tokens": 5, "return_token_ids": True}
