@@ -1,1 +1,1 @@
-"""Files to run a server from: a Dockerfile and a unit of systemd."""
+"""Files to run a server from: a Dockerfile, a unit of systemd, and examples for Kubernetes, Compose and nginx."""
