@@ -52,7 +52,7 @@ def choose_experts(logits: Tensor, rule: RoutingRule) -> Routing:
     ids = choice.topk(rule.top_k, dim=-1)[1]
     weights = scores.gather(1, ids)
     if rule.sums_to_one:
-        weights = weights / (weights.sum(-1, keepdim=True) + (1e-20 if rule.scores == "sigmoid" else 0))
+        weights = weights / (weights.sum(-1, keepdim=True) + rule.sum_offset)
     return Routing(weights * rule.scale if rule.scale != 1 else weights, ids)
 
 

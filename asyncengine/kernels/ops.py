@@ -65,6 +65,26 @@ class AttentionLayer(NamedTuple):
     """The layer reads the keys and values that an earlier layer stored, and has queries alone."""
 
 
+class ShortConv(NamedTuple):
+    """Convolution over the last K tokens of a sequence, each channel by itself.
+
+    Channel c of token t is the sum over k of weight[k, c] * x[t - K + 1 + k, c]; before a sequence x is 0. The layer's
+    state begins with the last K - 1 inputs, float32 [K - 1, C].
+    """
+
+    weight: Tensor
+    """float32 [K, C]"""
+    bias: Tensor | None = None
+    """float32 [C]: added to the sum"""
+    silu: bool = False
+    """The result is activated by silu."""
+
+    @staticmethod
+    def state_bytes(size: int, channels: int) -> int:
+        """Bytes of the state of a convolution over ``size`` tokens, a multiple of 16."""
+        return -(-(size - 1) * channels * 4 // 16) * 16
+
+
 class KVSpec(NamedTuple):
     """A layer that keeps the keys and values of every token, in blocks: a plane of keys and a plane of values."""
 
@@ -208,7 +228,7 @@ class RoutingRule(NamedTuple):
     scores: Literal["softmax", "sigmoid"] = "softmax"
     """Scores are probabilities of the softmax over all experts, or sigmoids. A score is an expert's weight."""
     sums_to_one: bool = False
-    """The weights of a row's experts are divided by their sum."""
+    """The weights of a row's experts are divided by their sum, to which ``sum_offset`` is added."""
     scale: float = 1.0
     """Factor on the weights."""
     correction: Tensor | None = None
@@ -217,6 +237,7 @@ class RoutingRule(NamedTuple):
     """Experts lie in groups of one size. With sigmoids a row's experts are of its ``kept_groups`` best groups: of those
     whose two best experts have the greatest sums of scores."""
     kept_groups: int = 1
+    sum_offset: float = 1e-20
 
 
 BatchT = TypeVar("BatchT", contravariant=True)
@@ -374,6 +395,9 @@ class Ops(Protocol[BatchT, ResidualT, HandleT]):
         rotated, keys and values stored in the cache's slots of the step. Where ``layer.shares``, heads
         [T, num_heads * D] holds the queries alone, and the cache has their keys and values. May overwrite ``heads``.
         """
+
+    def short_conv(self, x: Tensor, conv: ShortConv, cache: LayerStates, batch: BatchT) -> Tensor:
+        """The convolution of the step's tokens x [T, C], computed in float32: [T, C]. It renews the states' inputs."""
 
     def exchange(
         self, heads: Tensor, x: Tensor, residual: ResidualT, layer: AttentionLayer, cache: LayerKVCache, batch: BatchT

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -34,6 +34,8 @@ _HIGHEST = {
     **dict.fromkeys(("hidden_size", "n_embd", "d_model"), 1 << 17),
     **dict.fromkeys(("intermediate_size", "n_inner", "ffn_hidden_size", "moe_intermediate_size"), 1 << 20),
     "shared_expert_intermediate_size": 1 << 20,
+    "block_multiple_of": 1 << 16,
+    "conv_L_cache": 1 << 8,
     **dict.fromkeys(("num_experts", "num_experts_per_tok", "top_k_experts", "decoder_sparse_step"), 1 << 12),
     **dict.fromkeys(("n_routed_experts", "n_shared_experts", "rotary_dim"), 1 << 12),
     **dict.fromkeys(("vocab_size", "vocab_size_per_layer_input"), 1 << 22),
@@ -45,7 +47,7 @@ _HIGHEST = {
 _RANGE = {
     # yarn divides by its logarithm; float32 must hold it
     **dict.fromkeys(("rope_theta", "rope_local_base_freq"), (2.0, 1e30)),
-    **dict.fromkeys(("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon"), (0.0, 1.0)),
+    **dict.fromkeys(("rms_norm_eps", "norm_eps", "layer_norm_eps", "layer_norm_epsilon"), (0.0, 1.0)),
     "initializer_range": (0.0, 1e3),
 }
 """Ranges of numbers: (lowest, which is excluded, and highest)."""
@@ -210,6 +212,7 @@ class Mixture(NamedTuple):
     scale: float = 1.0
     groups: int = 1
     kept_groups: int = 1
+    sum_offset: float = 1e-20
     correction: str = ""
     """Name of the tensor that is added to the scores for the choice, in the block; empty: none is."""
     shared_size: int = 0
@@ -254,6 +257,10 @@ class ModelConfig:
     query_growth: QueryGrowth | None = None
     mixture: Mixture | None = None
     layer_inputs: LayerInputs | None = None
+    conv_size: int = 0
+    """Tokens that the convolution of a layer with a state sees."""
+    conv_bias: bool = False
+    """The convolution and the projections around it have biases."""
     keys_are_values: bool = False
     """The values of layers without a window are the keys before their norm: the checkpoint has one projection."""
     norms_values: bool = False
@@ -299,6 +306,10 @@ class ModelConfig:
     """A text has one of the labels, not any number of them."""
     embedding: str = "model.embed_tokens"
     """Name of the embedding's module."""
+    final_norm: str = "model.norm"
+    """Name of the module of the norm before the head."""
+    module_names: Mapping[str, str] = field(default_factory=dict)
+    """Names of modules of a layer in checkpoints, by those that Llama has; for modules whose names differ."""
     has_head: bool = True
     """Logits mean something. Without a head the model gives vectors alone."""
     foreign: bool = False

@@ -19,10 +19,12 @@ from asyncengine.kernels.ops import (
     Handle,
     LayerCache,
     LayerKVCache,
+    LayerStates,
     ModelOps,
     Norm,
     Residual,
     RoutingRule,
+    ShortConv,
 )
 from asyncengine.models.alibi import FusedAttentionBlock
 
@@ -63,6 +65,22 @@ class AttentionBlock(NamedTuple):
     def forward(self, ops: ModelOps, residual: Residual, cache: LayerKVCache, batch: Batch, is_last: bool) -> None:
         x = self.attend(ops, residual, cache, batch, is_last)
         ops.linear_add_(x, self.output, residual, batch, self.output_norm)
+
+
+class ShortConvBlock(NamedTuple):
+    """residual += output · (c * conv(b * x)), where b, c and x are the thirds of inputs · norm(residual)."""
+
+    norm: Norm
+    inputs: Handle
+    conv: ShortConv
+    output: Handle
+
+    def forward(self, ops: ModelOps, residual: Residual, cache: LayerStates, batch: Batch, is_last: bool) -> None:
+        b, c, x = ops.norm_linear(residual, self.norm, self.inputs, batch).chunk(3, dim=-1)
+        y = c * ops.short_conv(b * x, self.conv, cache, batch)
+        if is_last:
+            y = ops.keep_sampled(y, residual, batch)
+        ops.linear_add_(y, self.output, residual, batch)
 
 
 class MLPBlock(NamedTuple):

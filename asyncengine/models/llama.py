@@ -120,6 +120,10 @@ class LayerWeights:
         """Name of the layer's module."""
         return f"model.layers.{self.index}"
 
+    def module(self, name: str) -> str:
+        """The name of a module of the layer in the checkpoint, by its name in a Llama."""
+        return f"{self.name}.{self.config.module_names.get(name, name)}"
+
     def linear(
         self,
         block: str,
@@ -140,7 +144,7 @@ class LayerWeights:
         total, first = sum(sizes.values()), 0
         matrices, biases = [], []
         for name, size in sizes.items():
-            module = f"{self.name}.{block}.{fused or stored_as.get(name, name)}_proj"
+            module = self.module(f"{block}.{fused or stored_as.get(name, name)}_proj")
             rows = (first, first + size) if fused else None
             how: Any = {"cut": cut, "rows": rows, "order": None if name == "v" else order}
             matrices.append(self.weights.weight(module, total if fused else size, in_size, **how))
@@ -149,7 +153,7 @@ class LayerWeights:
         return self.ops.make_linear(self.weights.side_by_side(matrices), biases)
 
     def norm(self, name: str, size: int) -> Norm:
-        return make_norm(self.config, self.weights.tensor(f"{self.name}.{name}.weight", size))
+        return make_norm(self.config, self.weights.tensor(f"{self.module(name)}.weight", size))
 
     def block_norm(self, name: str | None) -> Norm | None:
         """A norm of the residual, or of what is added to it; None if the layer has none there."""
@@ -247,7 +251,7 @@ class LlamaForCausalLM(Decoder):
         layers: list[Layer] = []
         for index, kind in enumerate(kinds):
             layers.append(self.layer(LayerWeights(config, index, weights, ops), tables.get(kind), scales))
-        weight = weights.tensor("model.norm.weight", config.hidden_size)
+        weight = weights.tensor(f"{config.final_norm}.weight", config.hidden_size)
         norm = make_norm(config, weight)
         head = embedding
         if not config.tie_word_embeddings:

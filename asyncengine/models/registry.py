@@ -24,6 +24,7 @@ from asyncengine.models import (
     gpt2,
     gpt_oss,
     granite,
+    lfm2,
     llama,
     minimax_m2,
     ministral3,
@@ -102,6 +103,8 @@ FAMILIES = {
     "Gemma4ForCausalLM": Family(
         gemma4.read_config, gemma4.Gemma4ForCausalLM, ("gemma4_text",), quantizable=False, reads=("per_layer_config",)
     ),
+    "Lfm2ForCausalLM": Family(lfm2.read_config, lfm2.Lfm2ForCausalLM, ("lfm2",), quantizable=False),
+    "Lfm2MoeForCausalLM": Family(lfm2.read_mixture_config, lfm2.Lfm2MoeForCausalLM, ("lfm2_moe",), quantizable=False),
     "Phi3ForCausalLM": Family(phi3.read_config, phi3.Phi3ForCausalLM, ("phi3",)),
     "SmolLM3ForCausalLM": Family(smollm3.read_config, smollm3.SmolLM3ForCausalLM, ("smollm3",)),
     "SeedOssForCausalLM": Family(seed_oss.read_config, seed_oss.SeedOssForCausalLM, ("seed_oss",)),
@@ -187,6 +190,8 @@ for _name, _causal in (
     ("Gemma3", "Gemma3ForConditionalGeneration"),
     ("Gemma4Text", "Gemma4ForCausalLM"),
     ("Gemma4", "Gemma4ForConditionalGeneration"),
+    ("Lfm2", "Lfm2ForCausalLM"),
+    ("Lfm2Moe", "Lfm2MoeForCausalLM"),
     ("Phi3", "Phi3ForCausalLM"),
     ("SmolLM3", "SmolLM3ForCausalLM"),
     ("SeedOss", "SeedOssForCausalLM"),
@@ -201,7 +206,7 @@ for _name, _causal in (
     ("Glm4", "Glm4ForCausalLM"),
 ):
     # transformers has no such class of some.
-    if _name not in ("Granite", "Cohere2", "Olmoe", "Glm4Moe", "MiniMaxM2", "Gemma4Text", "Gemma4"):
+    if _name not in ("Granite", "Cohere2", "Olmoe", "Glm4Moe", "MiniMaxM2", "Gemma4Text", "Gemma4", "Lfm2", "Lfm2Moe"):
         FAMILIES[f"{_name}ForSequenceClassification"] = _classifier(FAMILIES[_causal])
     # Saved without a head, as embedding models are. The weights say whether there is one (``settle_head``).
     FAMILIES[f"{_name}Model"] = FAMILIES[_causal]

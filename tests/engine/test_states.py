@@ -25,9 +25,10 @@ Jobs = list[tuple[list[int], SamplingParams]]
 
 @pytest.fixture(scope="module")
 def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    paths = {name: tmp_path_factory.mktemp(name) for name in ("full", "window")}
+    paths = {name: tmp_path_factory.mktemp(name) for name in ("full", "window", "lfm2")}
     stateful.save(paths["full"])
     stateful.save(paths["window"], window=20)
+    stateful.save_lfm2(paths["lfm2"])
     return paths
 
 
@@ -107,8 +108,13 @@ def expected(paths) -> dict[str, list[Any]]:
         return {name: run(path, mixed_jobs(), alone=True, **ALONE)[0] for name, path in paths.items()}
 
 
-@pytest.mark.parametrize("kind", ["full", "window"])
-@pytest.mark.parametrize("name", MACHINERY)
+CASES = [
+    *((kind, name) for name in MACHINERY for kind in ("full", "window")),
+    *(("lfm2", name) for name in ("as a rule", "chunks of seven", "little room")),
+]
+
+
+@pytest.mark.parametrize(("kind", "name"), CASES)
 def test_outputs_do_not_depend_on_the_machinery(paths, expected, kind, name):
     """Batches, chunks, prefix hits, forks, preemption and what others left behind: bit for bit as alone."""
     outputs, stats = run(paths[kind], mixed_jobs(), **MACHINERY[name])

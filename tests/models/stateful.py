@@ -60,6 +60,16 @@ class StatefulLlama(LlamaForCausalLM):
 def save(path: Path, window: int | None = None) -> None:
     """Write a checkpoint for the model, in the form of a Mistral with or without a window."""
     model = tiny.build_model("mistral-window", num_hidden_layers=2, max_position_embeddings=512, sliding_window=window)
+    _save(model, path)
+
+
+def save_lfm2(path: Path) -> None:
+    """Write a checkpoint of an LFM2 with convolutions in two layers of three."""
+    _save(tiny.build_model("lfm2", max_position_embeddings=512), path)
+
+
+def _save(model: Any, path: Path) -> None:
+    """Write a checkpoint, whose last token ends a sequence, and a tokenizer."""
     model.save_pretrained(path)
     config = path / "config.json"
     config.write_text(json.dumps(json.loads(config.read_text()) | {"eos_token_id": tiny.VOCAB_SIZE - 1}))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -48,7 +49,7 @@ def build_model(variant: str, seed: int = 0, **changes: Any) -> transformers.Pre
     for name, buffer in model.named_buffers():
         if name.endswith("layer_scalar"):
             torch.nn.init.normal_(buffer, 1, 0.2)
-        if name.endswith("e_score_correction_bias"):
+        if name.endswith(("e_score_correction_bias", "expert_bias")):
             torch.nn.init.normal_(buffer, 0, 0.2)
     return model
 
@@ -75,6 +76,7 @@ class Batch:
     context_len: npt.NDArray[np.int32]
     sample_index: npt.NDArray[np.int64]
     tables: list[npt.NDArray[np.int32]]
+    slots: npt.NDArray[np.int32]
     needs: int = 0
     num_lanes: int = 0
 
@@ -96,7 +98,8 @@ class Batch:
         ones = np.arange(len(index) + 1)
         return Batch(
             self.input_ids[index], self.positions[index], self.slot_mapping[index], ones.astype(np.int32),
-            self.positions[index].astype(np.int32), ones[:-1], [self.tables[row] for row in rows], self.needs,
+            self.positions[index].astype(np.int32), ones[:-1], [self.tables[row] for row in rows],
+            self.slots[rows], self.needs,
         )  # fmt: skip
 
     def block_table(self, row: int, num_blocks: int) -> npt.NDArray[np.int32]:
@@ -108,21 +111,24 @@ def native_batch(batch: Batch) -> Any:
     """The same step as the native kernels take it."""
     from asyncengine import _core
 
-    return _core.StepBatch(
+    native = _core.StepBatch(
         batch.input_ids.tolist(), batch.positions.tolist(), batch.slot_mapping.tolist(),
         batch.query_start.tolist(), batch.context_len.tolist(), [t.tolist() for t in batch.tables],
         batch.sample_index.tolist(),
     )  # fmt: skip
+    native.slots[:] = batch.slots
+    return native
 
 
 class TinySequence:
     """One sequence of a ``Driver``: its tokens, and how many of them are computed."""
 
-    def __init__(self, prompt: Sequence[int], blocks: list[int]) -> None:
+    def __init__(self, prompt: Sequence[int], blocks: list[int], slot: int) -> None:
         self.tokens = list(prompt)
         self.prompt_len = len(prompt)
         self.computed = 0
         self.table = np.array(blocks, np.int32)
+        self.slot = slot
 
     @property
     def generated(self) -> list[int]:
@@ -140,10 +146,14 @@ class Driver:
         self.free = list(range(runner.info.num_kv_blocks))
         self.random.shuffle(self.free)
         self.logits: list[torch.Tensor] = []
+        self.num_slots = 0
 
     def add(self, prompt: Sequence[int], max_len: int) -> TinySequence:
         count = -(-max_len // self.runner.info.block_size)
-        return TinySequence(prompt, [self.free.pop() for _ in range(count)])
+        slot, self.num_slots = self.num_slots, self.num_slots + 1
+        for address, size in self.runner.state_regions():
+            ctypes.memset(address + slot * size, 0, size)
+        return TinySequence(prompt, [self.free.pop() for _ in range(count)], slot)
 
     def step(self, chunks: list[tuple[TinySequence, int]]) -> None:
         """Compute so many tokens of each sequence, and append the next token to those that are complete."""
@@ -168,7 +178,7 @@ class Driver:
         batch = Batch(
             np.array(ids, np.int64), np.array(positions, np.int64), np.array(slots, np.int64),
             np.array(starts, np.int32), np.array(contexts, np.int32), np.array(samples, np.int64),
-            [sequence.table for sequence, _ in chunks],
+            [sequence.table for sequence, _ in chunks], np.array([s.slot for s, _ in chunks], np.int32),
         )  # fmt: skip
         logits = self.runner.forward(native_batch(batch) if self.native else batch).logits
         if logits is None:

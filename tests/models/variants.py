@@ -293,4 +293,34 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
 }  # fmt: skip
+VARIANTS |= {
+    "lfm2": (
+        "Lfm2", DECODER | {"layer_types": ["conv", "full_attention", "conv"], "block_multiple_of": 8},
+    ),
+    "lfm2-biased": (
+        "Lfm2",
+        DECODER
+        | {
+            "num_hidden_layers": 4, "full_attn_idxs": [1, 3], "conv_L_cache": 4, "conv_bias": True,
+            "block_auto_adjust_ff_dim": False, "tie_word_embeddings": False,
+        },
+    ),
+    "lfm2-moe": (
+        "Lfm2Moe",
+        DECODER
+        | {
+            "layer_types": ["conv", "full_attention", "conv"], "num_dense_layers": 1, "num_experts": 6,
+            "num_experts_per_tok": 2, "moe_intermediate_size": 32,
+        },
+    ),
+    "lfm2-moe-plain": (
+        "Lfm2Moe",
+        DECODER
+        | {
+            "layer_types": ["full_attention", "conv", "conv"], "num_dense_layers": 0, "num_experts": 5,
+            "num_experts_per_tok": 3, "moe_intermediate_size": 24, "use_expert_bias": False, "norm_topk_prob": False,
+            "routed_scaling_factor": 1.5, "conv_bias": True, "tie_word_embeddings": False,
+        },
+    ),
+}  # fmt: skip
 VARIANTS |= {name: (family, DECODER | changes) for name, (family, changes) in MIXTURES.items()}

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from asyncengine._core import CpuLanes, Need, StepBatch
 from asyncengine.kernels import experts
-from asyncengine.kernels.cpu import sdpa
+from asyncengine.kernels.cpu import recurrent, sdpa
 from asyncengine.kernels.ops import (
     Activation,
     AttentionCall,
@@ -20,11 +20,13 @@ from asyncengine.kernels.ops import (
     Experts,
     HandleT,
     LayerKVCache,
+    LayerStates,
     Norm,
     Ops,
     Reduction,
     Routing,
     RoutingRule,
+    ShortConv,
     split_heads,
 )
 from asyncengine.kernels.weight import PackedWeight
@@ -204,6 +206,9 @@ class BaseOps(Ops[StepBatch, Residual, HandleT]):
             out[:decodes] = self.paged_attention(replace(call, heads=call.heads[:decodes]))
         sdpa.attend_prompts(call, decodes, out)
         return out
+
+    def short_conv(self, x: Tensor, conv: ShortConv, cache: LayerStates, batch: StepBatch) -> Tensor:
+        return recurrent.short_conv(x, conv, cache, batch)
 
     def store_heads(self, call: AttentionCall[StepBatch]) -> None:
         """Everything of ``attention`` that precedes it: queries and keys are normed and rotated in place."""

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from asyncengine._core import Need
+from asyncengine.errors import UnsupportedModelError
 from asyncengine.kernels.cuda.attention.run import BucketAttention
 from asyncengine.kernels.cuda.experts.mix import mix
 from asyncengine.kernels.cuda.experts.route import choose_experts
@@ -38,10 +39,12 @@ from asyncengine.kernels.ops import (
     AttentionLayer,
     Experts,
     LayerKVCache,
+    LayerStates,
     Norm,
     Reduction,
     Routing,
     RoutingRule,
+    ShortConv,
 )
 from asyncengine.kernels.weight import DENSE, PackedWeight, tensors_of
 
@@ -218,6 +221,10 @@ class CudaOps:
         _, num_kv_heads, _, head_dim = cache.v.shape
         attend = batch.attention.of(layer, num_kv_heads, head_dim)
         return attend(heads, layer, cache, batch.step, **self.options.for_tma)
+
+    def short_conv(self, x: Tensor, conv: ShortConv, cache: LayerStates, batch: CudaBatch) -> Tensor:
+        """Raises UnsupportedModelError: the loader refuses models whose layers keep a state before it."""
+        raise UnsupportedModelError("short convolutions run with device=cpu alone yet")
 
     def exchange(
         self, heads: Tensor, x: Tensor, residual: Residual, layer: AttentionLayer, cache: LayerKVCache, batch: CudaBatch
