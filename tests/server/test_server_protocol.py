@@ -373,7 +373,7 @@ async def test_load() -> None:
     async with serving(None) as site:
         assert (await site.get("/load")).status == 503
         site.server.app.engine = engine  # type: ignore[assignment]
-        rest = {"num_requests_waiting": 0, "queued_tokens": 0}
+        rest: dict[str, Any] = {"num_requests_waiting": 0, "queued_tokens": 0}
         load = rest | {"server_load": 0, "num_requests_running": 0, "kv_cache_usage": 0}
         assert (await site.get("/load")).json == load
         engine.hold(at=2)
