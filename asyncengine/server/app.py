@@ -7,7 +7,6 @@ wrong path, method or malformed HTTP, leaves through ``App.handle`` or ``Protoco
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import hmac
 import logging
 import time
@@ -35,10 +34,10 @@ from asyncengine.server.cors import Cors
 from asyncengine.server.engine_api import Engine
 from asyncengine.server.errors import SERVER, ApiError, bad_request, failure, unavailable
 from asyncengine.server.generation import Endpoint, Job, generate, send_sse, system_fingerprint
-from asyncengine.server.keys import ApiKey
+from asyncengine.server.keys import ApiKey, digest_of
 from asyncengine.server.logprobs import JobLogProbs
 from asyncengine.server.messages_api import Messages
-from asyncengine.server.metrics import Metrics
+from asyncengine.server.metrics import Metrics, load_of
 from asyncengine.server.model_cards import ModelCard, ModelList, model_cards
 from asyncengine.server.page.routes import Page
 from asyncengine.server.protocol import GenerationBody, check_model
@@ -82,7 +81,7 @@ class App:
             lambda: self.engine, lambda: self.model_name, lambda: self.bodies.held, config.metrics_prefix
         )
         self._responses = ResponseStore(config.max_stored_responses, config.max_stored_response_bytes)
-        self._keys = [(_digest(key.key), key) for key in config.api_keys]
+        self._keys = [(digest_of(key.key), key) for key in config.api_keys]
         self._created = int(time.time())
         self._in_progress = 0
         self._admission = asyncio.Lock()
@@ -241,7 +240,7 @@ class App:
         # Clients of Anthropic's API have a header of their own.
         for given in (bearer if scheme.lower() == "bearer" else "", request.headers.get("X-Api-Key", "")):
             # surrogateescape: a header may hold any byte
-            digest = _digest(given.strip(" \t").encode(errors="surrogateescape"))
+            digest = digest_of(given.strip(" \t").encode(errors="surrogateescape"))
             # All of them, so that the time it takes tells nothing.
             same = [key for known, key in self._keys if hmac.compare_digest(digest, known)]
             if same:
@@ -296,16 +295,7 @@ class App:
 
     async def _load(self, request: web.BaseRequest, headers: dict[str, str]) -> web.StreamResponse:
         """Answer what a router weighs servers by, while requests are served."""
-        stats = self._ready_engine().stats()
-        return _json(
-            {
-                "server_load": stats.num_requests_running + stats.num_requests_waiting,
-                "num_requests_running": stats.num_requests_running,
-                "num_requests_waiting": stats.num_requests_waiting,
-                "queued_tokens": stats.queued_tokens,
-                "kv_cache_usage": stats.kv_cache_usage,
-            }
-        )
+        return _json(load_of(self._ready_engine().stats()))
 
     async def _models(self, request: web.BaseRequest, headers: dict[str, str]) -> web.StreamResponse:
         cards = self._cards()
@@ -492,11 +482,6 @@ def _prefix(path: str) -> str:
 
 def _json(value: object) -> web.Response:
     return web.Response(body=msgspec.json.encode(value), content_type="application/json")
-
-
-def _digest(key: bytes) -> bytes:
-    """Digest a key. All digests have one length, and the engine's records hold no secret."""
-    return hashlib.blake2b(key, digest_size=16).digest()
 
 
 def _failed(exc: Exception, headers: dict[str, str]) -> ApiError:

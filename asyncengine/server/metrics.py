@@ -185,6 +185,17 @@ class Metrics(Collector):
             yield family
 
 
+def load_of(stats: EngineStats) -> dict[str, float]:
+    """The answer of /load. ``server_load`` is in requests, and ``kv_cache_usage`` a share of 1."""
+    return {
+        "server_load": stats.num_requests_running + stats.num_requests_waiting,
+        "num_requests_running": stats.num_requests_running,
+        "num_requests_waiting": stats.num_requests_waiting,
+        "queued_tokens": stats.queued_tokens,
+        "kv_cache_usage": stats.kv_cache_usage,
+    }
+
+
 def _buckets(bounds: Sequence[float], counts: Sequence[int]) -> list[tuple[str, float]]:
     names = (*(str(float(bound)) for bound in bounds), "+Inf")
     return list(zip(names, accumulate(counts), strict=True))

@@ -124,7 +124,7 @@ ENTRY: list[Any] = [list(SITE), {"kind": "vector"}]
         json.dumps([[ENTRY[0][:-2], ENTRY[1]]]),
         json.dumps([[[*ENTRY[0], 1], ENTRY[1]]]),
         json.dumps([[[*ENTRY[0][:-1], 1], ENTRY[1]]]),
-        json.dumps([[[*ENTRY[0][:-1], "int4"], ENTRY[1]]]),
+        json.dumps([[[*ENTRY[0][:-1], "int3"], ENTRY[1]]]),
         json.dumps([[[*ENTRY[0][:-1], [1]], ENTRY[1]]]),
         json.dumps([[ENTRY[0], 3]]),
         json.dumps([[ENTRY[0], {}]]),

@@ -61,27 +61,20 @@ SOURCES = {
 }
 SHARED = ["masking_utils.py", "cache_utils.py", "modeling_rope_utils.py"]
 HARMLESS = {
-    "attn_pdrop": "dropout",
-    "embd_pdrop": "dropout",
-    "resid_pdrop": "dropout",
-    "attention_dropout": "dropout",
-    "residual_dropout": "dropout",
+    **dict.fromkeys(("output_attentions", "output_hidden_states"), "an output that nobody asks for"),
+    **dict.fromkeys(("router_aux_loss_coef", "router_jitter_noise", "embedding_fraction", "init_device"), "training"),
+    **dict.fromkeys(
+        ("attn_pdrop", "embd_pdrop", "emb_pdrop", "resid_pdrop", "attention_dropout", "residual_dropout"), "dropout"
+    ),
     "hidden_dropout": "dropout of a head for tokens",
     "classifier_dropout": "dropout of a head for tokens",
     "reorder_and_upcast_attn": "the order of products, and their precision in training",
     "pad_token_id": "the row that is not trained",
     "pretraining_tp": "a way to split products in training",
     "output_router_logits": "an output for training",
-    "router_aux_loss_coef": "training",
-    "router_jitter_noise": "training",
     "num_mtp_layers": "layers that guess tokens, which are not used",
-    "emb_pdrop": "dropout",
-    "embedding_fraction": "training",
-    "init_device": "training",
     "norm_type": "a precision of norms",
     "learned_pos_emb": "MPT has linear biases, and transformers reads no table of positions",
-    "output_attentions": "an output that nobody asks for",
-    "output_hidden_states": "an output that nobody asks for",
     "return_dict": "the form of the output",
     "use_cache": "keys and values are always kept",
     "num_labels": "id2label says it, where there are labels",
