@@ -61,6 +61,17 @@ SOURCES = {
 }
 SHARED = ["masking_utils.py", "cache_utils.py", "modeling_rope_utils.py"]
 HARMLESS = {
+    **dict.fromkeys(
+        (
+            "summary_activation",
+            "summary_first_dropout",
+            "summary_last_dropout",
+            "summary_proj_to_labels",
+            "summary_type",
+            "summary_use_proj",
+        ),
+        "a head for choices",
+    ),
     **dict.fromkeys(("output_attentions", "output_hidden_states"), "an output that nobody asks for"),
     **dict.fromkeys(("router_aux_loss_coef", "router_jitter_noise", "embedding_fraction", "init_device"), "training"),
     **dict.fromkeys(
@@ -85,12 +96,6 @@ HARMLESS = {
     "mm_tokens_per_image": "images, which are not served",
     "vision_config": "images, which are not served",
     "text_config": "the language model of a model for images, which is read apart",
-    "summary_activation": "a head for choices",
-    "summary_first_dropout": "a head for choices",
-    "summary_last_dropout": "a head for choices",
-    "summary_proj_to_labels": "a head for choices",
-    "summary_type": "a head for choices",
-    "summary_use_proj": "a head for choices",
 }
 ROTARY = {"head_dim", "rope_parameters", "original_max_position_embeddings", "partial_rotary_factor", "rope_theta"}
 """Keys of rotary positions, which GPT-2, Bloom and MPT do not have."""
