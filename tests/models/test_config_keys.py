@@ -61,17 +61,8 @@ SOURCES = {
 }
 SHARED = ["masking_utils.py", "cache_utils.py", "modeling_rope_utils.py"]
 HARMLESS = {
-    **dict.fromkeys(
-        (
-            "summary_activation",
-            "summary_first_dropout",
-            "summary_last_dropout",
-            "summary_proj_to_labels",
-            "summary_type",
-            "summary_use_proj",
-        ),
-        "a head for choices",
-    ),
+    **dict.fromkeys((f"summary_{x}" for x in ("activation", "first_dropout", "last_dropout")), "a head for choices"),
+    **dict.fromkeys((f"summary_{x}" for x in ("proj_to_labels", "type", "use_proj")), "a head for choices"),
     **dict.fromkeys(("output_attentions", "output_hidden_states"), "an output that nobody asks for"),
     **dict.fromkeys(("router_aux_loss_coef", "router_jitter_noise", "embedding_fraction", "init_device"), "training"),
     **dict.fromkeys(
