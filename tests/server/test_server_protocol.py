@@ -363,7 +363,7 @@ async def test_metrics_in_the_form_of_vllm() -> None:
         ):
             buckets = [key.split('le="')[1].split('"')[0] for key in await site.metric(f"vllm:{name}_bucket")]
             assert (buckets[0], *buckets[-2:]) == (first, last, "+Inf")
-        # What vLLM does not have keeps the engine's own prefix.
+        # A metric that vLLM has not keeps the engine's own prefix.
         assert not await site.metric("vllm:queued_tokens")
         assert await site.metric("asyncengine:queued_tokens") == {labels: 0}
 

@@ -8,22 +8,19 @@ import torch
 from torch import Tensor
 
 from asyncengine.kernels.cuda.gpu import Gpu
-from asyncengine.kernels.cuda.linear.formats.base import Matrix, Packed, as_tensor, join_biases
+from asyncengine.kernels.cuda.linear.formats.base import Matrix, Packed, PlainInputs, as_tensor, join_biases
 from asyncengine.kernels.cuda.linear.grouped import GroupedMatrix, multiply
 from asyncengine.kernels.cuda.linear.plan import Plan, Site, WeightKind
-from asyncengine.kernels.cuda.rows.activation import activate_rows
-from asyncengine.kernels.cuda.rows.norms import norm_rows
 from asyncengine.kernels.grouped import are_alike, round_to_groups
-from asyncengine.kernels.ops import Activation, Norm
+from asyncengine.kernels.ops import Norm
 from asyncengine.kernels.weight import INT4, PackedWeight
 
 
-class Grouped:
+class Grouped(PlainInputs):
     """Implements ``Format`` for matrices of codes. ``product`` alone multiplies them: it chooses its kernels itself."""
 
     needs = "any GPU"
     prepares_norms = False
-    own_rows = False
 
     def __init__(self, form: str) -> None:
         self._form = form
@@ -56,18 +53,6 @@ class Grouped:
 
     def fits(self, plan: Plan, x: Matrix, norm: Norm | None, index: Tensor | None) -> bool:
         return False
-
-    def result_dtype(self, x: Matrix) -> torch.dtype:
-        return as_tensor(x).dtype
-
-    def make_rows(self, x: Tensor, norm: Norm | None = None, *, pdl: bool) -> Matrix:
-        return x if norm is None else norm_rows(x, norm, pdl=pdl)
-
-    def operand(self, x: Matrix, plan: Plan, *, pdl: bool) -> Matrix:
-        return x
-
-    def activate(self, y: Tensor, activation: Activation, *, pdl: bool) -> Matrix:
-        return activate_rows(y, activation, pdl=pdl)
 
     def product(self, x: Matrix, weight: Matrix, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
         assert isinstance(weight, GroupedMatrix)
