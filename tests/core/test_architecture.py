@@ -56,6 +56,7 @@ engine
 __init__  testing
 server
 cli
+integrations
 examples
 __main__
 """
