@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
+import torch
 from torch import Tensor
 
 FormT = TypeVar("FormT")
@@ -18,6 +19,8 @@ DENSE = "dense"
 """One tensor, "weight" [N, K] in the model's dtype. It may be the transposed view of a contiguous tensor."""
 FLOAT8 = "float8"
 """Two tensors: "values" float8 [N, K], and "scale" float32 [N] by which the rows of values are multiplied."""
+BLOCKS = "blocks"
+"""One tensor, "blocks" uint8 [N, bytes of a row], on the CPU: blocks of a type of GGUF (see kernels/blocks.py)."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -29,6 +32,10 @@ class PackedWeight:
     """The format's tensors by name."""
     out_features: int
     in_features: int
+    inputs: torch.dtype | None = None
+    """dtype of the rows that a packed weight multiplies, or of an embedding's; None: it does not say."""
+    block_type: int = 0
+    """The type of a weight in the format BLOCKS. Weights side by side may differ in it."""
 
     @property
     def nbytes(self) -> int:

@@ -14,6 +14,7 @@ from asyncengine.kernels.cpu.reference import ReferenceOps
 from asyncengine.machine import available_memory
 from asyncengine.models.config import ModelConfig, RawConfig
 from asyncengine.models.registry import FAMILIES, Family
+from asyncengine.models.weights.gguf.paths import is_gguf
 from asyncengine.models.weights.hub import resolve_model
 from asyncengine.runner.state import memory
 from asyncengine.runner.steps.model_runner import (
@@ -127,7 +128,7 @@ def describe_model(config: EngineConfig, device: str, memory_bytes: int | None =
     """
     path = resolve_model(config.model, revision=config.revision, weights=False)
     raw = RawConfig.load(path)
-    has_weights = any(path.suffix in _WEIGHT_FILES for path in path.iterdir())
+    has_weights = is_gguf(path) or any(path.suffix in _WEIGHT_FILES for path in path.iterdir())
     try:
         architecture, family = family_of(config, raw)
         model = family.read_config(raw)

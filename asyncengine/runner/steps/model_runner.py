@@ -27,6 +27,8 @@ from asyncengine.models.files import read_optional_json
 from asyncengine.models.registry import CausalLM, Family, choose_family, settle_head, settle_rotation
 from asyncengine.models.weights.checkpoint import Checkpoint, DummyWeights, choose_dtype
 from asyncengine.models.weights.formats import choose_format
+from asyncengine.models.weights.gguf.paths import is_gguf
+from asyncengine.models.weights.gguf.tensors import GgufFormat, GgufTensors
 from asyncengine.models.weights.hub import resolve_model
 from asyncengine.models.weights.source import WeightSource
 from asyncengine.runner.loop_config import choose_num_host_blocks, decodes_on_host
@@ -101,7 +103,8 @@ class LoadedModel:
         """Digest all that keys and values depend on. Files count by size and time, as reading weights again would take
         as long as loading them. The program counts whole: any of its files may decide a bit of keys and values, or
         where it lies."""
-        files = sorted(path for path in self.path.iterdir() if path.suffix in (".json", ".safetensors"))
+        directory = self.path.parent if is_gguf(self.path) else self.path
+        files = sorted(path for path in directory.iterdir() if path.suffix in (".json", ".safetensors", ".gguf"))
         stats = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in files]
         settings = (config.load_format, config.seed, config.quantization, config.block_size, config.prefill_attention)
         scales = () if self.kv_scales is None else self.kv_scales.flatten().tolist()
@@ -142,14 +145,18 @@ def load_model(config: EngineConfig, ops: Ops[Any, Any, Any], *, progress: bool 
     max_model_len = choose_max_model_len(config, model_config)
     _check_memory_beside_cache(config, model_config, max_model_len)
     dtype = dtype_of(config, architecture, family, raw, ops.device)
-    tensors = (
-        DummyWeights(dtype, model_config.initializer_range, config.seed, device=ops.device)
-        if dummy
-        else Checkpoint(path, dtype, device=ops.device, progress=progress)
-    )
+    tensors: DummyWeights | Checkpoint | GgufTensors
+    form = choose_format(config.quantization)
+    if dummy:
+        tensors = DummyWeights(dtype, model_config.initializer_range, config.seed, device=ops.device)
+    elif is_gguf(path):
+        tensors = GgufTensors(path, dtype, device=ops.device, progress=progress)
+        form = GgufFormat(tensors) if tensors.keeps_blocks else form
+    else:
+        tensors = Checkpoint(path, dtype, device=ops.device, progress=progress)
     with contextlib.closing(tensors):
         model_config = settle_rotation(settle_head(model_config, tensors), tensors)
-        weights = WeightSource(tensors, choose_format(config.quantization))
+        weights = WeightSource(tensors, form)
         model = family.build(model_config, weights, ops, max_model_len)
         scales = kv_scales.stored(tensors, model_config) if config.float8_cache else None
         tensors.finish()
