@@ -81,3 +81,11 @@ def test_tokens_equal_those_of_the_same_numbers_in_floats(name: str, tmp_path: P
     expected, expected_logits = greedy(plain, dtype="float32")
     assert tokens == expected
     torch.testing.assert_close(logits, expected_logits, rtol=1e-4, atol=1e-4)
+
+
+def test_logits_of_rounded_rows(tmp_path: Path) -> None:
+    """In bfloat16 native kernels round rows to 8 bits: logits are about as near as those of bfloat16 itself."""
+    path, plain = write_model(tmp_path, "llama", q4_k_m, **WIDE)
+    exact = greedy(plain, dtype="float32")[1][0]
+    blocks, dense = ((greedy(p, dtype="bfloat16")[1][0] - exact).norm() for p in (path, plain))
+    assert blocks < 1.5 * dense < 0.1 * exact.norm()
