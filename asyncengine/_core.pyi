@@ -228,6 +228,10 @@ class CpuKernels:
     vector_width: Final[int]
     def panel_steps(self, dtype: Dtype, /) -> int: ...
     def linear(self, weights: CpuLinear, x: int, x_stride: int, rows: int, y: int, y_float32: bool, /) -> None: ...
+    def block_linear(
+        self, type: int, weight: int, weight_rows: int, k: int, x: int, rows: int, y: int, y_stride: int, /
+    ) -> None:
+        """float32 y = float32 x [rows, k], rounded to 8 bits, times a weight in blocks. ValueError for other types."""
     def norm_linear(
         self, norm: CpuNorm, weights: CpuLinear, x: int, residual: int, rows: int, y: int, y_float32: bool,
         activation: ActivationFunction | None, /,

@@ -232,6 +232,13 @@ void bind_cpu_kernels(py::module_& m) {
           },
           NoGil())
       .def(
+          "block_linear",
+          [](CpuKernels& self, int type, Address weight, int64_t weight_rows, int64_t k, Address x, int64_t rows, Address y,
+             int64_t y_stride) {
+            self.block_linear(type, pointer(weight), weight_rows, k, pointer<const float>(x), rows, pointer<float>(y), y_stride);
+          },
+          NoGil())
+      .def(
           "norm_linear",
           [](CpuKernels& self, const CpuNorm& norm, const CpuLinear& weights, Address x, Address residual, int64_t rows, Address y,
              bool y_float32, std::optional<ActivationFunction> activated) {

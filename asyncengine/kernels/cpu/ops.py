@@ -33,7 +33,7 @@ from asyncengine.kernels.ops import (
     Routing,
     is_gated,
 )
-from asyncengine.kernels.weight import PackedWeight
+from asyncengine.kernels.weight import BLOCKS, PackedWeight
 
 # The function, and whether it is gated.
 _ACTIVATIONS: dict[Activation, tuple[ActivationFunction, bool]] = {
@@ -108,8 +108,12 @@ class CpuOps(BaseOps[CpuLinearHandle | UnpackedHandle]):
         packed = form.pack(weights, biases, self._panels, rearrange=False)
         return UnpackedHandle(form, weights, biases) if packed is None else self._handle(weights, packed)
 
-    def make_embedding(self, table: PackedWeight, *, tied: bool, copy: bool = False) -> CpuLinearHandle:
-        """A handle for a dense table."""
+    def make_embedding(
+        self, table: PackedWeight, *, tied: bool, copy: bool = False
+    ) -> CpuLinearHandle | UnpackedHandle:
+        """A handle for a dense table, or for one in blocks."""
+        if table.format == BLOCKS:
+            return self.make_head(table)
         return self._handle([table], Dense().pack([table], [None], self._panels, rearrange=tied and copy))
 
     def make_experts(
@@ -170,7 +174,10 @@ class CpuOps(BaseOps[CpuLinearHandle | UnpackedHandle]):
         position_table: Tensor | None = None,
         scale: float = 1.0,
     ) -> Residual:
-        assert isinstance(embedding, CpuLinearHandle)
+        if isinstance(embedding, UnpackedHandle):
+            table, ids = embedding.weights[0], torch.from_numpy(batch.input_ids)
+            assert position_table is None
+            return Residual((embedding.form.rows(table, ids) * scale).to(table.inputs or torch.float32))
         if position_table is not embedding.position_table and position_table is not None:
             shape = (position_table.shape[0], embedding.in_features)
             check(position_table, embedding.dtype, shape, "position_table")

@@ -93,6 +93,10 @@ class CpuKernels {
   // activation of y, which is not gated.
   void norm_linear(const CpuNorm& norm, const CpuLinear& weights, const void* x, void* residual, int64_t rows, void* y,
                    bool y_float32, std::optional<Activation> activation = std::nullopt);
+  // y [rows, weight_rows] = x [rows, k] · Wᵀ of a weight in blocks (blocks.h), x rounded to 8 bits in groups of 32. Rows of y
+  // lie y_stride apart. Throws std::invalid_argument for a type that no kernel reads.
+  void block_linear(int type, const void* weight, int64_t weight_rows, int64_t k, const float* x, int64_t rows, float* y,
+                    int64_t y_stride);
   // y [rows, N of down] = the results of each row's experts, ids [rows, top_k], times weights [rows, top_k], added up in
   // float32 in the order of the ids. Experts that no row has are not read. Throws std::invalid_argument for an id that is
   // out of range.
