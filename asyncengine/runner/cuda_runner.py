@@ -126,16 +126,15 @@ class CudaRunner:
             return self._make_step_loop(config, progress=progress, measure=measure)
 
     def _make_step_loop(self, config: EngineConfig, *, progress: bool, measure: bool) -> StepLoop:
-        config = replace(config, enforce_eager=config.enforce_eager or self._eager)
+        eager = config.enforce_eager or self._eager
         if self._buffers.staging.mode != config.staging:
             logger.warning("host memory cannot be pinned: staging falls back to pageable copies, which are slower")
         try:
+            config = replace(config, enforce_eager=eager or not self._capture(progress=progress))
             if config.enforce_eager:
                 for bucket in self.buckets:
                     self.graphs.native.add_bucket(**bucket._asdict(), variants=[(needs, 0) for needs in VARIANTS])
                 self.steps.run(self.buckets[-1], VARIANTS[-1])
-            else:
-                self.graphs.capture(self.steps, self.buckets, self.cuda_stream, progress=progress)
             if self._host_tier is not None:
                 self.graphs.capture_moves(self._host_tier, self.cuda_stream)
         except torch.OutOfMemoryError as e:
@@ -163,6 +162,26 @@ class CudaRunner:
             POLL_INTERVAL_US,
             workers,
         )
+
+    def _capture(self, *, progress: bool) -> bool:
+        """Return whether every kind of step is a graph now: steps of transformers' modules may refuse it, with a
+        warning."""
+        try:
+            self.graphs.capture(self.steps, self.buckets, self.cuda_stream, progress=progress)
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as e:
+            if not self.model_config.foreign:
+                raise
+            first = e.__context__ or e  # the end of a capture that is void raises too
+            logger.warning(
+                "%s refuses capture (%s): its steps are not captured, and run slower",
+                self.info.architecture,
+                " ".join(str(first).split())[:200],
+            )
+            self.graphs = CapturedSteps(self._device)
+            return False
+        return True
 
     def _launch_one(self, config: EngineConfig) -> Callable[[int], None]:
         """Enqueues the cheapest variant of a bucket."""

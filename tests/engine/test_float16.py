@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +25,13 @@ async def test_log_probabilities_are_near_those_of_float32(tmp_path: Path) -> No
 
 
 async def check_log_probabilities(path: Path, model: Any, count: int) -> None:
-    """Two prompts, of which one comes in two chunks, and steps of both."""
+    """Two prompts, of which one comes in two chunks, and steps of both.
+
+    A log probability may differ by 0.02, or by three times as much as in transformers' own float16.
+    """
     model.half().save_pretrained(path)
-    exact = model.float()
+    model.set_attn_implementation("eager")  # another one leaves out soft caps in some versions of transformers
+    own, exact = model, copy.deepcopy(model).float()
     config = {"max_num_seqs": 2, "max_num_batched_tokens": 32, "prefill_chunk_size": 16, "num_kv_blocks": 16}
     params = SamplingParams(max_tokens=count, temperature=0, ignore_eos=True, logprobs=0)
     async with make_engine(str(path), dtype="float16", skip_tokenizer_init=True, **config) as engine:
@@ -36,10 +41,15 @@ async def check_log_probabilities(path: Path, model: Any, count: int) -> None:
     for prompt, output in zip(PROMPTS, outputs, strict=True):
         ids = [*prompt, *output.token_ids]
         with torch.inference_mode():
-            wanted = exact(torch.tensor([ids])).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
+            wanted, half = (
+                which(torch.tensor([ids])).logits[0, len(prompt) - 1 : -1].float().log_softmax(-1)
+                for which in (exact, own)
+            )
+        error = (half - wanted).gather(1, torch.tensor(output.token_ids)[:, None]).abs().max()
+        bound = max(0.02, 3 * float(error))
         for scores, token, logprobs in zip(wanted, output.token_ids, output.outputs[0].logprobs, strict=True):
-            assert scores.max() - scores[token] < 0.02, "the greatest, or as good as that"
-            assert abs(logprobs.logprob - scores[token]) < 0.02
+            assert scores.max() - scores[token] < bound, "the greatest, or as good as that"
+            assert abs(logprobs.logprob - scores[token]) < bound
 
 
 def test_auto_is_the_dtype_of_the_checkpoint_on_a_gpu(tmp_path: Path) -> None:

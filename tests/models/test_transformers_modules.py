@@ -11,11 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from asyncengine import AsyncEngine, ConfigError, ModelError, SamplingParams, UnsupportedModelError, testing
 from asyncengine.config import EngineConfig
 from asyncengine.errors import MissingWeightError, WeightMismatchError
 from asyncengine.kernels.cpu.reference import ReferenceOps
+from asyncengine.models.transformers.waits import first_wait
 from asyncengine.runner.cuda_runner import without_graphs
 from asyncengine.runner.steps.model_runner import CpuModelRunner, load_model
 from tests.kernels.simulated_cuda import make_engine
@@ -113,6 +115,13 @@ def test_a_model_that_waits_for_the_device_is_not_captured(kind, place, tmp_path
     assert without_graphs(config, loaded).enforce_eager == bool(place)
     assert ("its steps are not captured" in caplog.text) == bool(place)
     assert place in caplog.text
+
+
+def test_a_copy_between_host_and_device_is_a_wait():
+    there = torch.ones(2, device="meta")
+    assert first_wait(lambda: torch.ones(2).to("meta")).startswith("test_transformers_modules.py")
+    assert first_wait(lambda: there.copy_(torch.ones(2))).startswith("test_transformers_modules.py")
+    assert first_wait(lambda: (there.copy_(there.double()), torch.ones(2).half())) == ""
 
 
 def test_steps_of_the_device_compute_the_same(tmp_path):

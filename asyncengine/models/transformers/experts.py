@@ -16,8 +16,8 @@ from asyncengine.models.transformers.step import Step
 
 
 def is_mixture(module: nn.Module) -> bool:
-    """Return whether a module hands its experts to the experts function."""
-    return hasattr(module, "has_post_expert_norm") and hasattr(module, "is_transposed")
+    """Return whether a module hands its experts to the experts function, whose decorator leaves these marks."""
+    return hasattr(module, "has_gate") and hasattr(module, "is_transposed")
 
 
 def add_mixtures(model: nn.Module, step: Step, dtype: torch.dtype) -> None:
@@ -29,7 +29,7 @@ def add_mixtures(model: nn.Module, step: Step, dtype: torch.dtype) -> None:
 
 def _mixture(module: Any, step: Step, dtype: torch.dtype) -> Any:
     up = module.gate_up_proj if module.has_gate else module.up_proj
-    if module.has_post_expert_norm or up.dtype != dtype:
+    if getattr(module, "has_post_expert_norm", False) or up.dtype != dtype:  # a mark that older versions have not
         return _Foreign(module)
     activation = (
         None if module.has_bias else find_activation(_inner(module), up.shape[1 if not module.is_transposed else 2])

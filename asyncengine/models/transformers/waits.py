@@ -36,9 +36,20 @@ class _Operations(TorchDispatchMode):
         name = func.overloadpacket.__name__
         by_mask = name == "index" and any(isinstance(i, Tensor) and i.dtype == torch.bool for i in args[1])
         by_counts = name == "repeat_interleave" and "Tensor" in str(func)
-        if name in _WAITING or by_mask or by_counts:
+        if name in _WAITING or by_mask or by_counts or _crosses(name, args, kwargs or {}):
             self._found.append(_place())
         return func(*args, **(kwargs or {}))
+
+
+def _crosses(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Return whether an operation copies from the host's memory to a device, or back. No pageable copy is captured."""
+    if name == "_to_copy":
+        target = kwargs.get("device")
+    elif name == "copy_":
+        args, target = (args[1],), args[0].device
+    else:
+        return False
+    return target is not None and (args[0].device.type == "cpu") != (torch.device(target).type == "cpu")
 
 
 class _Calls(TorchFunctionMode):
