@@ -16,9 +16,9 @@ from typing import Any, Literal, NamedTuple
 from asyncengine.errors import ModelError, UnsupportedModelError
 from asyncengine.kernels.ops import Activation, CacheSpec, KVSpec, LatentSpec, SharedSpec
 from asyncengine.models.files import excerpt, read_config
+from asyncengine.models.gguf.paths import is_gguf
+from asyncengine.models.gguf.settings import read_settings
 from asyncengine.models.rotary import RopeConfig
-from asyncengine.models.weights.gguf.paths import is_gguf
-from asyncengine.models.weights.gguf.settings import read_settings
 
 logger = logging.getLogger(__name__)
 

@@ -14,8 +14,8 @@ from asyncengine.kernels.cpu.reference import ReferenceOps
 from asyncengine.kernels.weight import BLOCKS, DENSE, FLOAT8, FLOAT8_GROUPS, GROUPED
 from asyncengine.machine import available_memory
 from asyncengine.models.config import ModelConfig, RawConfig
+from asyncengine.models.gguf.paths import is_gguf
 from asyncengine.models.registry import FAMILIES, Family
-from asyncengine.models.weights.gguf.paths import is_gguf
 from asyncengine.models.weights.hub import resolve_model
 from asyncengine.models.weights.source import WeightsOfKind
 from asyncengine.runner.state import memory

@@ -12,7 +12,7 @@ from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tok
 
 from asyncengine.errors import ModelError, ModelNotFoundError, UnsupportedModelError
 from asyncengine.models.files import excerpt
-from asyncengine.models.weights.gguf.reader import Strings, read_header
+from asyncengine.models.gguf.reader import Strings, read_header
 
 _KEY = "tokenizer.ggml."
 _CONTROL, _USER_DEFINED = 3, 4

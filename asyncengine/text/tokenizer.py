@@ -26,7 +26,7 @@ from asyncengine.errors import (
     ModelNotFoundError,
 )
 from asyncengine.models.files import checked_size, excerpt
-from asyncengine.models.weights.gguf.paths import is_gguf
+from asyncengine.models.gguf.paths import is_gguf
 from asyncengine.models.weights.hub import resolve_model
 from asyncengine.text import sandbox_program, tool_turns
 from asyncengine.text.tokenizer_files import add_special_tokens, read_chat_templates, read_config

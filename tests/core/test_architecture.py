@@ -41,6 +41,7 @@ kernels/cuda/experts
 kernels/cuda
 models/files
 models/rotary
+models/gguf
 models/config
 models/weights
 models

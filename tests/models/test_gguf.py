@@ -59,6 +59,9 @@ FILES = {
     "mixture": (
         "qwen3-moe", lambda name: Type.Q8_0, {"hidden_size": 64, "moe_intermediate_size": 32, "norm_topk_prob": True}
     ),
+    "llama-biases": (
+        "llama", lambda name: Type.Q4_0, {"attention_bias": True, "hidden_size": 96, "intermediate_size": 64},
+    ),
     "mixtral": ("mixtral", lambda name: Type.Q4_0, {"hidden_size": 96, "intermediate_size": 64}),
     "qwen2-mixture": (
         "qwen2-moe", lambda name: Type.Q8_0,

@@ -16,11 +16,11 @@ from gguf import GGMLQuantizationType as Type
 from asyncengine import AsyncEngine, EngineConfig, SamplingParams
 from asyncengine.errors import MissingWeightError, ModelError, ModelNotFoundError, UnsupportedModelError
 from asyncengine.models.config import RawConfig
+from asyncengine.models.gguf.files import read_model
+from asyncengine.models.gguf.paths import find_gguf
+from asyncengine.models.gguf.reader import read_header
 from asyncengine.models.registry import find_family
-from asyncengine.models.weights.gguf.files import read_model
-from asyncengine.models.weights.gguf.paths import find_gguf
-from asyncengine.models.weights.gguf.reader import read_header
-from asyncengine.models.weights.gguf.tensors import GgufTensors
+from asyncengine.models.weights.gguf import GgufTensors
 from asyncengine.runner.describe import describe_model
 from asyncengine.text.tokenizer import Tokenizer
 from tests.models import tiny

@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 from asyncengine.errors import ModelNotFoundError
-from asyncengine.models.weights.gguf.paths import find_gguf, is_gguf
+from asyncengine.models.gguf.paths import find_gguf, is_gguf
 
 _HUB_ID = re.compile(r"\w[\w.-]*(/[\w.-]+)?")
 _SMALL_FILES = ("*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken")

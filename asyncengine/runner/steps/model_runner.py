@@ -24,13 +24,13 @@ from asyncengine.kernels.ops import LayerCache, LayerKVCache, Ops
 from asyncengine.machine import total_memory
 from asyncengine.models.config import ModelConfig, RawConfig
 from asyncengine.models.files import read_optional_json
+from asyncengine.models.gguf.paths import is_gguf
 from asyncengine.models.registry import CausalLM, Family, choose_family, settle_head, settle_rotation
 from asyncengine.models.weights.checkpoint import Checkpoint, choose_dtype
 from asyncengine.models.weights.dummy import DummyWeights
 from asyncengine.models.weights.formats.at_load import GroupedAtLoad
 from asyncengine.models.weights.formats.choose import METHODS, choose_format, quant_method
-from asyncengine.models.weights.gguf.paths import is_gguf
-from asyncengine.models.weights.gguf.tensors import GgufFormat, GgufTensors
+from asyncengine.models.weights.gguf import GgufFormat, GgufTensors
 from asyncengine.models.weights.hub import resolve_model
 from asyncengine.models.weights.source import WeightsOfKind, WeightSource
 from asyncengine.runner.loop_config import choose_num_host_blocks, decodes_on_host

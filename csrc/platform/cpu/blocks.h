@@ -45,7 +45,7 @@ struct BlockKernels {
 
 const BlockKernels* block_kernels_vnni();  // null where the compiler has no such instructions
 const BlockKernels& block_kernels_portable();
-// Those for an instruction set of isa.h.
+// The kernels for an instruction set of isa.h.
 const BlockKernels& select_block_kernels(std::string_view isa);
 
 }  // namespace asyncengine

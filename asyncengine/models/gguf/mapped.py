@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from asyncengine.errors import ModelError
-from asyncengine.models.weights.gguf.reader import StoredTensor
+from asyncengine.models.gguf.reader import StoredTensor
 
 
 class MappedFiles:

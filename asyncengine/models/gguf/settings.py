@@ -11,9 +11,9 @@ import numpy as np
 from asyncengine.errors import ModelError, UnsupportedModelError
 from asyncengine.kernels.blocks import BlockType, dequantize
 from asyncengine.models.files import excerpt
-from asyncengine.models.weights.gguf.files import read_model
-from asyncengine.models.weights.gguf.mapped import MappedFiles
-from asyncengine.models.weights.gguf.reader import Header
+from asyncengine.models.gguf.files import read_model
+from asyncengine.models.gguf.mapped import MappedFiles
+from asyncengine.models.gguf.reader import Header
 
 _COMMON = {
     "context_length": "max_position_embeddings", "block_count": "num_hidden_layers",
@@ -108,9 +108,9 @@ def read_settings(path: Path) -> dict[str, Any]:
     if "blk.0.attn_q.bias" in header.tensors and name in ("llama", "qwen3", "qwen3moe"):
         values["attention_bias"] = True
     if name in _SCALED_BY_WIDTH:
-        heads, layers = values.get("num_attention_heads"), values.get("num_hidden_layers")
-        wide = layers == _SCALED_BY_WIDTH[name] and isinstance(heads, int) and heads
-        values["query_pre_attn_scalar"] = values["hidden_size"] // heads if wide else values.get("head_dim", 256)
+        values["query_pre_attn_scalar"] = values.get("head_dim", 256)
+        if values.get("num_hidden_layers") == _SCALED_BY_WIDTH[name] and (width := _width_of_head(values)):
+            values["query_pre_attn_scalar"] = width
     return values | _rope(meta, name, values)
 
 
@@ -163,16 +163,12 @@ def _rope(meta: _Metadata, name: str, values: dict[str, Any]) -> dict[str, Any]:
         if meta.plain("rope.scaling.type", "none") not in ("none", "linear"):
             raise UnsupportedModelError(f"{meta.path}: gemma3 with {meta.plain('rope.scaling.type')} is not supported")
         return {"rope_scaling": {"rope_type": "linear", "factor": factor}} if factor != 1 else {}
-    heads, hidden = values.get("num_attention_heads"), values.get("hidden_size")
-    if not isinstance(heads, int) or not isinstance(hidden, int) or heads < 1:
+    if (width := _width_of_head(values)) == 0:
         return {}  # the family says what is wrong
-    head_dim = values.get("head_dim", hidden // heads)
+    head_dim, context = meta.number("attention.key_length", width), meta.number("context_length", 1)
     rotated = meta.number("rope.dimension_count", head_dim)
-    changes: dict[str, Any] = {}
-    if rotated != head_dim:
-        changes["partial_rotary_factor"] = rotated / head_dim
-    context = values.get("max_position_embeddings")
-    original = int(meta.number("rope.scaling.original_context_length", context or 1))
+    changes: dict[str, Any] = {} if rotated == head_dim else {"partial_rotary_factor": rotated / head_dim}
+    original = int(meta.number("rope.scaling.original_context_length", context))
     factors = {tensor: _factors(meta, tensor, int(rotated) // 2) for tensor in _ROPES if tensor in meta.header.tensors}
     if factors:
         long = factors.get("rope_freqs.weight") or factors.get("rope_factors_long.weight")
@@ -181,9 +177,9 @@ def _rope(meta: _Metadata, name: str, values: dict[str, Any]) -> dict[str, Any]:
             raise ModelError(f"{meta.path} has factors for long or for short texts, and not both")
         scaling = {"rope_type": "longrope", "long_factor": long, "short_factor": short, "factor": 1.0}
         if "rope_freqs.weight" in factors:
-            original, scaling["attention_factor"] = context or 1, 1.0
+            original, scaling["attention_factor"] = int(context), 1.0
         else:
-            scaling["factor"] = max(1.0, (context or 1) / original)
+            scaling["factor"] = max(1.0, context / max(1, original))
             if meta.has("rope.scaling.attn_factor"):
                 scaling["attention_factor"] = meta.number("rope.scaling.attn_factor", 1.0)
         return changes | {"rope_scaling": scaling, "original_max_position_embeddings": original}
@@ -196,6 +192,12 @@ def _rope(meta: _Metadata, name: str, values: dict[str, Any]) -> dict[str, Any]:
     if meta.has("rope.scaling.original_context_length"):
         scaling["original_max_position_embeddings"] = original
     return changes | {"rope_scaling": scaling}
+
+
+def _width_of_head(values: dict[str, Any]) -> int:
+    """Hidden size over heads; 0 if one of them is wrong or missing."""
+    heads, hidden = values.get("num_attention_heads"), values.get("hidden_size")
+    return hidden // heads if isinstance(heads, int) and isinstance(hidden, int) and heads > 0 and hidden > 0 else 0
 
 
 def _factors(meta: _Metadata, name: str, count: int) -> list[float]:

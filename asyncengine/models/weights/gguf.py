@@ -12,13 +12,13 @@ from asyncengine.errors import MissingWeightError, UnsupportedModelError, Weight
 from asyncengine.kernels.blocks import FLOATS, dequantize
 from asyncengine.kernels.weight import BLOCKS, PackedWeight
 from asyncengine.models.files import checked_size, excerpt
+from asyncengine.models.gguf.files import read_model
+from asyncengine.models.gguf.mapped import MappedFiles
+from asyncengine.models.gguf.names import stored_name
+from asyncengine.models.gguf.reader import StoredTensor
+from asyncengine.models.gguf.settings import ARCHITECTURES, architecture_of
 from asyncengine.models.weights.checkpoint import Progress
 from asyncengine.models.weights.formats.base import Dense, TensorSource
-from asyncengine.models.weights.gguf.files import read_model
-from asyncengine.models.weights.gguf.mapped import MappedFiles
-from asyncengine.models.weights.gguf.names import stored_name
-from asyncengine.models.weights.gguf.reader import StoredTensor
-from asyncengine.models.weights.gguf.settings import ARCHITECTURES, architecture_of
 from asyncengine.models.weights.shard import WHOLE, Part
 
 logger = logging.getLogger(__name__)
@@ -159,8 +159,8 @@ class GgufTensors:
         stored, whole = self._read(name, shape)
         if self._device.type == "meta":
             return part.of(torch.empty(shape, device="meta"))
-        rows = part.of(dequantize(stored.kind, whole)) if part.axis or part.ranks > 1 else None
-        numbers = dequantize(stored.kind, part.of(whole)) if rows is None else rows
+        in_rows = len(shape) > 1 and part.axis == 0  # cut before they are unpacked
+        numbers = dequantize(stored.kind, part.of(whole)) if in_rows else part.of(dequantize(stored.kind, whole))
         offset = self._kind.norm_offset if len(shape) == 1 and name.endswith("norm.weight") else 0.0
         return numbers - offset
 

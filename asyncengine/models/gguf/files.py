@@ -6,8 +6,8 @@ from pathlib import Path
 
 from asyncengine.errors import MissingWeightError, ModelError
 from asyncengine.models.files import excerpt
-from asyncengine.models.weights.gguf.paths import PART, SUFFIX
-from asyncengine.models.weights.gguf.reader import Header, read_header
+from asyncengine.models.gguf.paths import PART, SUFFIX
+from asyncengine.models.gguf.reader import Header, read_header
 
 _MAX_PARTS = 1 << 10
 
