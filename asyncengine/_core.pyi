@@ -192,6 +192,10 @@ class CpuLinear:
         [k / group, rows[i]], of offsets alike (0: none), and of the numbers float32 [16] of 4 bits (else 0). 64 bytes
         behind scales and offsets may be read."""
 
+    def set_blocks(self, types: Sequence[int]) -> None:
+        """Weights are rows of blocks, of a type of GGUF for each matrix; x is rounded to 8 bits. ValueError for a type
+        that no kernel reads, or rows of no whole blocks."""
+
 class CpuExperts:
     """Experts whose matrices are alike: down times the activation of up."""
 
@@ -228,10 +232,6 @@ class CpuKernels:
     vector_width: Final[int]
     def panel_steps(self, dtype: Dtype, /) -> int: ...
     def linear(self, weights: CpuLinear, x: int, x_stride: int, rows: int, y: int, y_float32: bool, /) -> None: ...
-    def block_linear(
-        self, type: int, weight: int, weight_rows: int, k: int, x: int, rows: int, y: int, y_stride: int, /
-    ) -> None:
-        """float32 y = float32 x [rows, k], rounded to 8 bits, times a weight in blocks. ValueError for other types."""
     def norm_linear(
         self, norm: CpuNorm, weights: CpuLinear, x: int, residual: int, rows: int, y: int, y_float32: bool,
         activation: ActivationFunction | None, /,

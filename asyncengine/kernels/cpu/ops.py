@@ -113,7 +113,10 @@ class CpuOps(BaseOps[CpuLinearHandle | UnpackedHandle]):
     ) -> CpuLinearHandle | UnpackedHandle:
         """A handle for a dense table, or for one in blocks."""
         if table.format == BLOCKS:
-            return self.make_head(table)
+            handle = self.make_head(table)
+            if isinstance(handle, CpuLinearHandle):
+                handle.table = table
+            return handle
         return self._handle([table], Dense().pack([table], [None], self._panels, rearrange=tied and copy))
 
     def make_experts(
@@ -125,6 +128,8 @@ class CpuOps(BaseOps[CpuLinearHandle | UnpackedHandle]):
         down_biases: Sequence[Tensor] | None = None,
     ) -> Experts[CpuLinearHandle | UnpackedHandle]:
         made = super().make_experts(up, down, activation, up_biases, down_biases)
+        if any(weight.format == BLOCKS for weight in (*up[0], down[0])):
+            return made
         first, second = ([h.native for h in side if isinstance(h, CpuLinearHandle)] for side in (made.up, made.down))
         if len(first) < made.count or len(second) < made.count:
             return made
@@ -174,10 +179,13 @@ class CpuOps(BaseOps[CpuLinearHandle | UnpackedHandle]):
         position_table: Tensor | None = None,
         scale: float = 1.0,
     ) -> Residual:
-        if isinstance(embedding, UnpackedHandle):
-            table, ids = embedding.weights[0], torch.from_numpy(batch.input_ids)
-            assert position_table is None
-            return Residual((embedding.form.rows(table, ids) * scale).to(table.inputs or torch.float32))
+        table = embedding.weights[0] if isinstance(embedding, UnpackedHandle) else embedding.table
+        if table is not None:
+            if position_table is not None:
+                raise ValueError("a table of positions goes with a dense embedding")
+            rows = format_of([table]).rows(table, torch.from_numpy(batch.input_ids))
+            return Residual((rows * scale).to(table.inputs or torch.float32))
+        assert isinstance(embedding, CpuLinearHandle)
         if position_table is not embedding.position_table and position_table is not None:
             shape = (position_table.shape[0], embedding.in_features)
             check(position_table, embedding.dtype, shape, "position_table")

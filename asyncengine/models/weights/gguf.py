@@ -50,10 +50,15 @@ class GgufTensors:
         self._used: set[str] = set()
         size = sum(checked_size(file) for file in {tensor.path for tensor in self._tensors.values()})
         self._progress = Progress(size, enabled=progress)
-        self.keeps_blocks = device.type != "cuda" and any(t.kind not in FLOATS for t in self._tensors.values())
-        """Matrices stay in blocks."""
-        if device.type == "cuda" and any(t.kind not in FLOATS for t in self._tensors.values()):
+        quantised = any(tensor.kind not in FLOATS for tensor in self._tensors.values())
+        self.keeps_blocks = quantised and device.type != "cuda"
+        """Matrices that are quantised stay in blocks."""
+        if quantised and not self.keeps_blocks:
             logger.warning("%s: no GPU kernel reads its blocks: its weights become %s on the GPU", path, dtype)
+
+    def in_blocks(self, name: str) -> bool:
+        """Return whether a matrix stays in blocks. Raises MissingWeightError if there is none."""
+        return self.keeps_blocks and self._find(name)[0].kind not in FLOATS
 
     @property
     def rotates_neighbours(self) -> bool:
@@ -208,7 +213,7 @@ class GgufFormat(Dense):
     def weight(
         self, tensors: TensorSource, module: str, shape: tuple[int, int], part: Part, *, transposed: bool
     ) -> PackedWeight:
-        if transposed or not self._source.keeps_blocks:
+        if transposed or not self._source.in_blocks(f"{module}.weight"):
             return super().weight(self._source, module, shape, part, transposed=transposed)
         return self._source.blocks(f"{module}.weight", shape, part)
 

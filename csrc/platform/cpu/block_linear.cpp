@@ -1,5 +1,8 @@
+// Products of the CPU executor with weights in blocks of GGUF's types.
 #include <algorithm>
-#include <stdexcept>
+#include <bit>
+#include <cmath>
+#include <string_view>
 
 #include "platform/cpu/blocks.h"
 #include "platform/cpu/kernels.h"
@@ -8,60 +11,75 @@
 namespace asyncengine {
 namespace {
 
-// Rows of a weight that one thread takes at a time.
-constexpr int64_t kRowsPerItem = 16;
+float load_element(const void* p, int64_t i, Dtype dtype) {
+  if (dtype == Dtype::kFloat32) return static_cast<const float*>(p)[i];
+  return std::bit_cast<float>(static_cast<uint32_t>(static_cast<const BFloat16*>(p)[i].bits) << 16);
+}
 
-// Floats of a row of codes with its scales and offsets.
-int64_t row_floats(int64_t filled) { return filled / 4 + 2 * (filled / kCodeGroup); }
-
-CodeRow row_at(float* memory, int64_t filled) {
-  float* scales = memory + filled / 4;
-  return {reinterpret_cast<uint8_t*>(memory), scales, scales + filled / kCodeGroup};
+void store_element(void* p, int64_t i, Dtype dtype, float value) {
+  if (dtype == Dtype::kFloat32) {
+    static_cast<float*>(p)[i] = value;
+    return;
+  }
+  const uint32_t bits = std::bit_cast<uint32_t>(value), even = (bits + 0x7fffu + (bits >> 16 & 1u)) >> 16;
+  static_cast<BFloat16*>(p)[i].bits = static_cast<uint16_t>(std::isnan(value) ? bits >> 16 | 0x40u : even);
 }
 
 }  // namespace
 
-int64_t block_row_bytes(int type, int64_t k) {
-  struct Size {
-    int type;
-    int64_t columns, bytes;
-  };
-  constexpr Size kSizes[] = {{2, 32, 18}, {3, 32, 20},    {6, 32, 22},    {7, 32, 24},
-                             {8, 32, 34}, {12, 256, 144}, {13, 256, 176}, {14, 256, 210}};
-  for (const Size& size : kSizes) {
-    if (size.type == type) return k % size.columns == 0 ? k / size.columns * size.bytes : 0;
-  }
-  return 0;
-}
-
-const BlockKernels& select_block_kernels(std::string_view isa) {
+const BlockKernels& select_block_kernels(const CpuIsa& isa) {
 #if defined(__x86_64__)
+  const std::string_view name = isa.name;
   __builtin_cpu_init();
-  if ((isa == "amx" || isa == "avx512") && block_kernels_vnni() != nullptr && __builtin_cpu_supports("avx512vnni")) {
-    return *block_kernels_vnni();
-  }
+  const bool wide = name == "amx" || name == "avx512";
+  if (wide && block_kernels_vnni() != nullptr && __builtin_cpu_supports("avx512vnni")) return *block_kernels_vnni();
+  if ((wide || name == "avx2") && block_kernels_avx2() != nullptr) return *block_kernels_avx2();
 #endif
   (void)isa;
   return block_kernels_portable();
 }
 
-void CpuKernels::block_linear(int type, const void* weight, int64_t weight_rows, int64_t k, const float* x, int64_t rows, float* y,
-                              int64_t y_stride) {
-  const int64_t row_bytes = block_row_bytes(type, k), filled = round_up(k, kCodeStep), floats = row_floats(filled);
-  if (row_bytes == 0) throw std::invalid_argument("no kernel reads these blocks");
-  const BlockKernels& kernels = select_block_kernels(isa_.name);
-  float* packed = packed_x_.reserve(rows * floats);
-  std::fill(packed, packed + rows * floats, 0.f);
-  pool_.parallel_for(rows, [&](int64_t m, int) { kernels.quantise(x + m * k, k, row_at(packed + m * floats, filled)); });
-  reserve_scratch(floats);
-  const auto* stored = static_cast<const uint8_t*>(weight);
-  pool_.parallel_for(ceil_div(weight_rows, kRowsPerItem), [&](int64_t item, int thread) {
-    float* memory = scratch(thread);
-    std::fill(memory, memory + floats, 0.f);
-    const CodeRow row = row_at(memory, filled);
-    for (int64_t n = item * kRowsPerItem; n < std::min(weight_rows, (item + 1) * kRowsPerItem); ++n) {
-      kernels.decode(type, stored + n * row_bytes, k, row);
-      for (int64_t m = 0; m < rows; ++m) y[m * y_stride + n] = kernels.dot(row, row_at(packed + m * floats, filled), filled);
+void CpuKernels::multiply_blocks(const CpuLinear& weights, const void* x, int64_t x_stride, int64_t rows, void* y, Dtype y_dtype,
+                                 std::optional<Activation> activation) {
+  const int64_t k = weights.k, y_stride = weights.total_rows(), floats = rounded_row_floats(k);
+  const Dtype dtype = weights.dtype;
+  float* rounded = packed_x_.reserve(rows * floats);
+  for_row_chunks(rows, k, [&](int64_t begin, int64_t end) {
+    for (int64_t m = begin; m < end; ++m) {
+      block_kernels_.round_row(dtype, static_cast<const char*>(x) + m * x_stride * dtype_size(dtype), k, rounded + m * floats);
+    }
+  });
+  int64_t tiles = 0;
+  for (const CpuLinear::Matrix& matrix : weights.matrices) tiles += ceil_div(matrix.rows, kTileRows);
+  const int64_t share = ceil_div(tiles, kItemsPerThread * pool_.num_threads());
+  reserve_scratch(rows * kTileRows);
+  pool_.parallel_for(ceil_div(tiles, share), [&](int64_t item, int thread) {
+    const CpuLinear::Matrix* matrix = weights.matrices.data();
+    int64_t tile = item * share, first_column = 0;
+    for (int64_t left = std::min(share, tiles - tile); left > 0; --left, ++tile) {
+      for (; tile >= ceil_div(matrix->rows, kTileRows); ++matrix) {
+        tile -= ceil_div(matrix->rows, kTileRows);
+        first_column += matrix->rows;
+      }
+      const int64_t n = tile * kTileRows, count = std::min(kTileRows, matrix->rows - n);
+      const BlockForm form = block_form(*matrix->block_type);
+      const float* sums = scratch(thread);
+      block_kernels_.multiply({.type = *matrix->block_type,
+                               .weight = static_cast<const uint8_t*>(matrix->weight) + n * (k / form.columns * form.bytes),
+                               .weight_rows = count,
+                               .k = k,
+                               .x = rounded,
+                               .rows = rows,
+                               .y = scratch(thread)});
+      for (int64_t m = 0; m < rows; ++m) {
+        const int64_t at = m * y_stride + first_column + n;
+        for (int64_t i = 0; i < count; ++i) {
+          const float bias = matrix->bias == nullptr ? 0.f : load_element(matrix->bias, n + i, dtype);
+          store_element(y, at + i, y_dtype, sums[m * kTileRows + i] + bias);
+        }
+        void* part = static_cast<char*>(y) + at * dtype_size(y_dtype);
+        if (activation) isa_.activation(y_dtype, *activation, part, part, count, 0, 1);
+      }
     }
   });
 }

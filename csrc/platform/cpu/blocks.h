@@ -1,11 +1,13 @@
 // Products with weights in blocks of GGUF's types, read where the file is mapped.
 //
-// A row of a weight is decoded into codes of 8 bits without a sign, with a scale and an offset for each 16 columns: a
-// number is scale * code + offset. Rows of x are rounded to 8 bits in groups of 32, so that products are of integers.
+// Rows of x are rounded to 8 bits in groups of 32, so that products are of integers. Sixteen rows of a weight are decoded
+// at a time, 256 columns of them into L1, where all rows of x pass by. An element of the result is a sum over the groups
+// in their order, whatever rows come with it.
 #pragma once
 
 #include <cstdint>
-#include <string_view>
+
+#include "platform/cpu/isa.h"
 
 namespace asyncengine {
 
@@ -16,36 +18,67 @@ enum class BlockType : int {
   kQ5_0 = 6,
   kQ5_1 = 7,
   kQ8_0 = 8,
+  kQ2_K = 10,
+  kQ3_K = 11,
   kQ4_K = 12,
   kQ5_K = 13,
   kQ6_K = 14,
+  kIQ4_NL = 20,
+  kIQ4_XS = 23,
 };
 
-inline constexpr int64_t kCodeGroup = 16;  // columns with one scale
-inline constexpr int64_t kCodeStep = 64;   // columns of a row are filled up to a multiple of it
+// A number is scale * (code - zero), or scale * code + offset, with a code without a sign.
+struct BlockForm {
+  int64_t columns = 0, bytes = 0;  // of a block; 0: the type is not known
+  int64_t group = 32;              // columns that share a scale
+  int zero = 0;
+  bool offsets = false;  // of groups
+};
 
-// Bytes of a row of k columns, 0 if the type is not known or k is no whole number of blocks.
-int64_t block_row_bytes(int type, int64_t k);
+constexpr BlockForm block_form(BlockType type) {
+  switch (type) {
+    case BlockType::kQ4_0: return {32, 18, 32, 8, false};
+    case BlockType::kQ4_1: return {32, 20, 32, 0, true};
+    case BlockType::kQ5_0: return {32, 22, 32, 16, false};
+    case BlockType::kQ5_1: return {32, 24, 32, 0, true};
+    case BlockType::kQ8_0: return {32, 34, 32, 128, false};
+    case BlockType::kQ2_K: return {256, 84, 16, 0, true};
+    case BlockType::kQ3_K: return {256, 110, 16, 4, false};
+    case BlockType::kQ4_K: return {256, 144, 32, 0, true};
+    case BlockType::kQ5_K: return {256, 176, 32, 0, true};
+    case BlockType::kQ6_K: return {256, 210, 16, 32, false};
+    case BlockType::kIQ4_NL: return {32, 18, 32, 128, false};
+    case BlockType::kIQ4_XS: return {256, 136, 32, 128, false};
+  }
+  return {};
+}
 
-// A row of a weight, or of x, which has the same form: codes, then scales and offsets of groups. Filled up with zeros.
-struct CodeRow {
-  uint8_t* codes;  // [k]; of x they are signed
-  float* scales;   // [k / 16]
-  float* offsets;  // [k / 16]; of x the sum of a group's codes times its scale
+inline constexpr int64_t kTileRows = 16;      // rows of a weight that are decoded together
+inline constexpr int64_t kTileColumns = 256;  // columns that are
+
+// A row of x in 8 bits, in floats: k codes, then scales of 32 columns, sums of the codes of 32 columns and of 16.
+inline int64_t rounded_row_floats(int64_t k) { return k / 4 + k / 32 + k / 32 + k / 16; }
+
+struct BlockTask {
+  BlockType type;
+  const uint8_t* weight;
+  int64_t weight_rows;  // up to kTileRows
+  int64_t k;            // a whole number of blocks
+  const float* x;       // rounded rows
+  int64_t rows;
+  float* y;  // [rows, kTileRows]
 };
 
 struct BlockKernels {
-  // k columns of a type, which block_row_bytes knows.
-  void (*decode)(int type, const uint8_t* blocks, int64_t k, const CodeRow& row);
-  // Groups of 32: the largest number becomes 127.
-  void (*quantise)(const float* x, int64_t k, const CodeRow& row);
-  // The sum of products of two rows of `filled` columns.
-  float (*dot)(const CodeRow& weight, const CodeRow& x, int64_t filled);
+  void (*round_row)(Dtype, const void* x, int64_t k, float* row);
+  void (*multiply)(const BlockTask&);
 };
 
-const BlockKernels* block_kernels_vnni();  // null where the compiler has no such instructions
+// Null where the compiler's target has no such instructions.
+const BlockKernels* block_kernels_vnni();
+const BlockKernels* block_kernels_avx2();
 const BlockKernels& block_kernels_portable();
-// The kernels for an instruction set of isa.h.
-const BlockKernels& select_block_kernels(std::string_view isa);
+// The kernels for an instruction set of isa.h on this machine.
+const BlockKernels& select_block_kernels(const CpuIsa& isa);
 
 }  // namespace asyncengine

@@ -7,50 +7,47 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from asyncengine._core import CpuKernels, StepBatch
+from asyncengine._core import CpuLinear
 from asyncengine.kernels import blocks
 from asyncengine.kernels.blocks import BlockType
-from asyncengine.kernels.cpu.linear.formats.base import Format
+from asyncengine.kernels.cpu.checks import check, native_dtype
+from asyncengine.kernels.cpu.linear.formats.base import Format, Native
+from asyncengine.kernels.cpu.linear.panels import Panels
 from asyncengine.kernels.weight import PackedWeight
-
-NATIVE = frozenset({
-    BlockType.Q4_0, BlockType.Q4_1, BlockType.Q5_0, BlockType.Q5_1, BlockType.Q8_0, BlockType.Q4_K, BlockType.Q5_K,
-    BlockType.Q6_K,
-})  # fmt: skip
-"""Types that native kernels multiply where they lie."""
 
 
 class Blocks(Format):
     """Matrices in blocks.
 
-    Rows of bfloat16 are rounded to 8 bits in groups of 32 for the types that native kernels read, as the format's
-    reference does. Rows of float32 stay in floats, and so do those for other types: their blocks are unpacked for each
-    product.
+    Native kernels multiply them where they lie, and round rows of bfloat16 to 8 bits in groups of 32, as the format's
+    reference does. Rows of float32 stay in floats: the blocks are unpacked for each product.
     """
 
     def unpack(self, weight: PackedWeight) -> Tensor:
         return blocks.unpack(weight)
 
     def rows(self, weight: PackedWeight, ids: Tensor) -> Tensor:
-        return blocks.dequantize(blocks.BlockType(weight.block_type), weight.tensors["blocks"][ids])
+        return blocks.dequantize(BlockType(weight.block_type), weight.tensors["blocks"][ids])
 
-    def launch(
-        self, kernels: CpuKernels, weights: Sequence[PackedWeight], biases: Sequence[Tensor | None], x: Tensor,
-        out: Tensor, batch: StepBatch,
-    ) -> None:  # fmt: skip
-        if x.dtype == torch.float32 or any(BlockType(weight.block_type) not in NATIVE for weight in weights):
-            super().launch(kernels, weights, biases, x, out, batch)
-            return
-        rows, product, first = x.float().contiguous(), torch.empty(out.shape), 0
+    def pack(
+        self, weights: Sequence[PackedWeight], biases: Sequence[Tensor | None], panels: Panels, *, rearrange: bool
+    ) -> Native | None:
+        """The blocks as they lie. Raises ValueError for a tensor of another shape or layout."""
+        dtype = weights[0].inputs
+        if dtype != torch.bfloat16:
+            return None
         for weight, bias in zip(weights, biases, strict=True):
-            behind = first + weight.out_features
-            part = product[:, first:behind]
-            blocks = weight.tensors["blocks"].data_ptr()
-            kernels.block_linear(
-                weight.block_type, blocks, weight.out_features, weight.in_features, rows.data_ptr(), len(rows),
-                part.data_ptr(), product.shape[1],
-            )  # fmt: skip
+            size = blocks.row_bytes(BlockType(weight.block_type), weight.in_features)
+            check(weight.tensors["blocks"], torch.uint8, (weight.out_features, size), "blocks")
             if bias is not None:
-                part += bias
-            first = behind
-        out.copy_(product)
+                check(bias, dtype, (weight.out_features,), "bias")
+        stored = [weight.tensors["blocks"] for weight in weights]
+        native = CpuLinear(
+            [tensor.data_ptr() for tensor in stored],
+            [weight.out_features for weight in weights],
+            [0 if bias is None else bias.data_ptr() for bias in biases],
+            weights[0].in_features,
+            native_dtype(dtype),
+        )
+        native.set_blocks([weight.block_type for weight in weights])
+        return Native(native, (*stored, *(bias for bias in biases if bias is not None)), dtype)
