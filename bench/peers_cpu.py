@@ -35,8 +35,10 @@ PREFILL = 512
 TOP = 20  # tokens whose log probabilities are compared
 
 Prompts = list[list[int]]
-#: Prompts and tokens to generate for each -> seconds; and the log probabilities that follow a prompt.
-Side = tuple[Callable[[Prompts, int], float], Callable[[list[int], bool], list[float]]]
+#: Tokens and their log probabilities.
+Pairs = list[tuple[int, float]]
+#: Prompts and tokens to generate for each -> seconds; and what follows a prompt that is computed at once or by tokens.
+Side = tuple[Callable[[Prompts, int], float], Callable[[list[int], bool], Pairs]]
 
 
 def main() -> None:
@@ -45,13 +47,16 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--peer", default=str(PEER), help="python with llama-cpp-python (default: that of make peers)")
+    parser.add_argument(
+        "--no-repack", action="store_true", help="llama.cpp without its copies of weights (AMX and others)"
+    )
     parser.add_argument("--wait", type=float, default=30, metavar="S", help="for a quiet machine, per round")
     parser.add_argument("--json", default="bench/results/peers_cpu.json")
     parser.add_argument("--worker", choices=sorted(SIDES), help=argparse.SUPPRESS)
     parser.add_argument("--file", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.worker:
-        work(*SIDES[args.worker](args.file, args.threads))
+        work(*SIDES[args.worker](args))
         return
     from asyncengine.cli.benchmarks import report
 
@@ -75,14 +80,13 @@ def compare(path: Path, args: argparse.Namespace) -> dict[str, Any]:
     many = [rng.choices(range(VOCAB), k=16) for _ in range(SEQUENCES)]
     long, probe = rng.choices(range(VOCAB), k=PREFILL), rng.choices(range(VOCAB), k=64)
     begun = time.perf_counter()
-    ours = Worker(sys.executable, "asyncengine", path, args.threads)
+    ours = Worker(sys.executable, "asyncengine", path, args)
     found: dict[str, Any] = {"ready": time.perf_counter() - begun, "rounds": []}
-    theirs = Worker(args.peer, "llama.cpp", path, args.threads)
+    theirs = Worker(args.peer, "llama.cpp", path, args)
     try:
-        logits = [ours.logits(probe, at_once=True), *(theirs.logits(probe, at_once=x) for x in (True, False))]
-        top = sorted(range(VOCAB), key=logits[1].__getitem__)[-TOP:]
-        found["distance"] = max(abs(logits[0][i] - logits[1][i]) for i in top)
-        found["own distance"] = max(abs(logits[2][i] - logits[1][i]) for i in top)
+        own, once, by_token = ours.logits(probe), theirs.logits(probe), theirs.logits(probe, at_once=False)
+        found["distance"] = max(abs(value - once[token]) for token, value in own.items())
+        found["own distance"] = max(abs(by_token[token] - once[token]) for token in own)
         for _ in range(args.repeats):
             values: dict[str, float] = {"began quiet": float(wait_for_quiet(args.wait))}
             for name, prompts in (("alone", many[:1]), ("at 16", many)):
@@ -169,16 +173,17 @@ def write_file(path: Path, kind: str) -> None:
 class Worker:
     """A side that has loaded the file and waits for work."""
 
-    def __init__(self, python: str, side: str, path: Path, threads: int) -> None:
-        command = [python, __file__, "--worker", side, "--file", str(path), "--threads", str(threads)]
+    def __init__(self, python: str, side: str, path: Path, args: argparse.Namespace) -> None:
+        command = [python, __file__, "--worker", side, "--file", str(path), "--threads", str(args.threads)]
+        command += ["--no-repack"] if args.no_repack else []
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         self._read()
 
     def seconds(self, prompts: Prompts, count: int) -> float:
         return float(self._ask(["seconds", prompts, count]))
 
-    def logits(self, prompt: list[int], *, at_once: bool) -> list[float]:
-        return list(self._ask(["logits", prompt, at_once]))
+    def logits(self, prompt: list[int], *, at_once: bool = True) -> dict[int, float]:
+        return dict(self._ask(["logits", prompt, at_once]))
 
     def close(self) -> None:
         self._process.communicate()  # the end of its input ends it
@@ -196,7 +201,7 @@ class Worker:
         return json.loads(line)
 
 
-def work(seconds: Callable[[Prompts, int], float], logits: Callable[[list[int], bool], list[float]]) -> None:
+def work(seconds: Callable[[Prompts, int], float], logits: Callable[[list[int], bool], Pairs]) -> None:
     print(json.dumps("ready"), flush=True)
     for line in sys.stdin:
         kind, given, how = json.loads(line)
@@ -204,12 +209,12 @@ def work(seconds: Callable[[Prompts, int], float], logits: Callable[[list[int], 
     os._exit(0)
 
 
-def asyncengine_side(path: str, threads: int) -> Side:
+def asyncengine_side(args: argparse.Namespace) -> Side:
     from asyncengine import AsyncEngine, SamplingParams
 
     engine = AsyncEngine.from_pretrained(
-        path, skip_tokenizer_init=True, enable_prefix_caching=False, cpu_threads=threads, max_model_len=1024,
-        dtype="bfloat16", max_logprobs=VOCAB,
+        args.file, skip_tokenizer_init=True, enable_prefix_caching=False, cpu_threads=args.threads, max_model_len=1024,
+        dtype="bfloat16",
     )  # fmt: skip
     runner = asyncio.Runner()
     runner.run(engine.start())
@@ -223,21 +228,27 @@ def asyncengine_side(path: str, threads: int) -> Side:
         assert all(len(output.outputs[0].token_ids) == count for output in outputs)
         return time.perf_counter() - begun
 
-    def logits(prompt: list[int], at_once: bool) -> list[float]:
-        raise NotImplementedError
+    def logits(prompt: list[int], at_once: bool) -> Pairs:
+        (output,) = runner.run(generate([prompt], SamplingParams(max_tokens=1, logprobs=TOP, ignore_eos=True)))
+        return [tuple(pair) for pair in output.outputs[0].logprobs[0].top]
 
     return seconds, logits
 
 
-def llama_side(path: str, threads: int) -> Side:
+def llama_side(args: argparse.Namespace) -> Side:
     import llama_cpp
     import numpy as np
 
+    silence = llama_cpp.llama_log_callback(lambda level, text, data: None)
+    llama_cpp.llama_log_set(silence, None)
     llama_cpp.llama_backend_init()
+    choice = llama_cpp.llama_model_default_params()
+    choice.use_extra_bufts = not args.no_repack
     settings = llama_cpp.llama_context_default_params()
     settings.n_ctx, settings.n_batch, settings.n_ubatch, settings.n_seq_max = 2048, 512, 512, SEQUENCES
-    settings.n_threads = settings.n_threads_batch = threads
-    model = llama_cpp.llama_model_load_from_file(path.encode(), llama_cpp.llama_model_default_params())
+    settings.n_threads = settings.n_threads_batch = args.threads
+    settings.kv_unified = True
+    model = llama_cpp.llama_model_load_from_file(args.file.encode(), choice)
     context = llama_cpp.llama_init_from_model(model, settings)
     batch = llama_cpp.llama_batch_init(512, 0, 1)
 
@@ -266,18 +277,18 @@ def llama_side(path: str, threads: int) -> Side:
             chosen = step(tokens, list(range(len(tokens)))).argmax(1)
         return time.perf_counter() - begun
 
-    def logits(prompt: list[int], at_once: bool) -> list[float]:
+    def logits(prompt: list[int], at_once: bool) -> Pairs:
         fresh()
         tokens = [(token, position, 0) for position, token in enumerate(prompt)]
         steps = [tokens] if at_once else [[token] for token in tokens]
         for part in steps:
             row = step(part, [len(part) - 1])[0].astype(np.float64)
-        return list(row - row.max() - math.log(np.exp(row - row.max()).sum()))
+        return list(enumerate(row - row.max() - math.log(np.exp(row - row.max()).sum())))
 
     return seconds, logits
 
 
-SIDES: dict[str, Callable[[str, int], Side]] = {"asyncengine": asyncengine_side, "llama.cpp": llama_side}
+SIDES: dict[str, Callable[[argparse.Namespace], Side]] = {"asyncengine": asyncengine_side, "llama.cpp": llama_side}
 
 
 if __name__ == "__main__":

@@ -109,6 +109,26 @@ inline Ints add_products(Ints sums, const uint8_t* codes, const int8_t* x) {
   return _mm512_dpbusd_epi32(sums, _mm512_loadu_si512(codes), _mm512_set1_epi32(four));
 }
 
+// Products of one row of x with codes that are not interleaved: sums of 16 columns of each row of a tile.
+template <bool kWide>
+inline void row_products(const uint8_t* rows, int64_t stride, const int8_t* x, Ints (&sums)[4]) {
+  __m512i a[16], b[8], c[4];
+  const __m512i all = _mm512_loadu_si512(x);
+  for (int i = 0; i < 16; ++i) a[i] = _mm512_dpbusd_epi32(no_ints(), _mm512_loadu_si512(rows + i * stride), all);
+  for (int i = 0; i < 8; ++i)
+    b[i] = _mm512_add_epi32(_mm512_unpacklo_epi32(a[2 * i], a[2 * i + 1]), _mm512_unpackhi_epi32(a[2 * i], a[2 * i + 1]));
+  for (int i = 0; i < 4; ++i)
+    c[i] = _mm512_add_epi32(_mm512_unpacklo_epi64(b[2 * i], b[2 * i + 1]), _mm512_unpackhi_epi64(b[2 * i], b[2 * i + 1]));
+  // Quarter q of c[i] has the sums of columns 16 q and on, of rows 4 i to 4 i + 3.
+  const __m512i low = _mm512_shuffle_i32x4(c[0], c[1], 0x44), low2 = _mm512_shuffle_i32x4(c[2], c[3], 0x44);
+  const __m512i high = _mm512_shuffle_i32x4(c[0], c[1], 0xee), high2 = _mm512_shuffle_i32x4(c[2], c[3], 0xee);
+  sums[0] = _mm512_shuffle_i32x4(low, low2, 0x88);
+  sums[1] = _mm512_shuffle_i32x4(low, low2, 0xdd);
+  sums[2] = _mm512_shuffle_i32x4(high, high2, 0x88);
+  sums[3] = _mm512_shuffle_i32x4(high, high2, 0xdd);
+}
+inline Ints added(Ints a, Ints b) { return _mm512_add_epi32(a, b); }
+
 // 64 columns of 16 rows, `stride` bytes apart, to [16 times four columns][16 rows][4].
 inline void interleave(const uint8_t* rows, int64_t stride, uint8_t* to) {
   __m512i a[16], b[16];
@@ -174,6 +194,25 @@ inline Ints add_products(Ints sums, const uint8_t* codes, const int8_t* x) {
   const __m256i all = _mm256_set1_epi32(four);
   return {add_half<kWide>(sums.low, codes, all), add_half<kWide>(sums.high, codes + 32, all)};
 }
+
+template <bool kWide>
+inline void row_products(const uint8_t* rows, int64_t stride, const int8_t* x, Ints (&sums)[4]) {
+  for (int half = 0; half < 2; ++half) {
+    const __m256i all = load_bytes(reinterpret_cast<const uint8_t*>(x) + 32 * half);
+    for (int eight = 0; eight < 2; ++eight) {
+      __m256i a[8];
+      const uint8_t* first = rows + 8 * eight * stride + 32 * half;
+      for (int i = 0; i < 8; ++i) a[i] = add_half<kWide>(_mm256_setzero_si256(), first + i * stride, all);
+      for (int i = 0; i < 4; ++i) a[i] = _mm256_hadd_epi32(a[2 * i], a[2 * i + 1]);
+      for (int i = 0; i < 2; ++i) a[i] = _mm256_hadd_epi32(a[2 * i], a[2 * i + 1]);
+      // Each half of a[i] has the sums of 16 columns, of rows 4 i to 4 i + 3.
+      (eight == 0 ? sums[2 * half].low : sums[2 * half].high) = _mm256_permute2x128_si256(a[0], a[1], 0x20);
+      (eight == 0 ? sums[2 * half + 1].low : sums[2 * half + 1].high) = _mm256_permute2x128_si256(a[0], a[1], 0x31);
+    }
+  }
+}
+
+inline Ints added(const Ints& a, const Ints& b) { return {_mm256_add_epi32(a.low, b.low), _mm256_add_epi32(a.high, b.high)}; }
 
 inline void interleave_eight(const uint8_t* rows, int64_t stride, uint8_t* to) {
   __m256i a[8], b[8];
@@ -244,6 +283,21 @@ inline Ints add_products(const Ints& sums, const uint8_t* codes, const int8_t* x
     const uint8_t* c = codes + 4 * i;
     return sums.elements[i] + c[0] * x[0] + c[1] * x[1] + c[2] * x[2] + c[3] * x[3];
   });
+}
+
+template <bool kWide>
+inline void row_products(const uint8_t* rows, int64_t stride, const int8_t* x, Ints (&sums)[4]) {
+  for (int quarter = 0; quarter < 4; ++quarter) {
+    sums[quarter] = each_element<Ints>([&](int row) {
+      int32_t sum = 0;
+      for (int i = 16 * quarter; i < 16 * quarter + 16; ++i) sum += rows[row * stride + i] * x[i];
+      return sum;
+    });
+  }
+}
+
+inline Ints added(const Ints& a, const Ints& b) {
+  return each_element<Ints>([&](int i) { return a.elements[i] + b.elements[i]; });
 }
 
 inline void interleave(const uint8_t* rows, int64_t stride, uint8_t* to) {

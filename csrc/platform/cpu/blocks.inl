@@ -156,12 +156,31 @@ inline void decode_row(const uint8_t* block, int64_t columns, const TileRow& to)
   }
 }
 
+// total + a group's products with a row of x, whose codes have this sum and scale. `g` counts groups of the tile.
+template <BlockType kType>
+inline Floats add_group(Floats total, Ints products, const Tile& tile, int64_t g, float sum, float scale) {
+  constexpr BlockForm kForm = block_form(kType);
+  Floats part = to_floats(products);
+  if constexpr (kForm.offsets) {
+    part = times_add(all_floats(sum), load_floats(tile.offsets[g]), times(part, load_floats(tile.scales[g])));
+  } else {
+    part = times(times_add(all_floats(-static_cast<float>(kForm.zero)), all_floats(sum), part), load_floats(tile.scales[g]));
+  }
+  return times_add(part, all_floats(scale), total);
+}
+
+// The sums of the codes of a row of x, by the groups of a type.
+template <BlockType kType>
+inline const float* sums_of(const float* row, int64_t k) {
+  return row + k / 4 + (block_form(kType).group == 32 ? k / 32 : k / 16);
+}
+
 // y [kRows, kTileRows] += rows of x times columns [begin, begin + columns) of a tile.
 template <BlockType kType, int kRows>
 inline void add_tile(const Tile& tile, const float* x, int64_t k, int64_t begin, int64_t columns, float* y) {
   constexpr BlockForm kForm = block_form(kType);
   constexpr int kFours = static_cast<int>(kForm.group) / 4;
-  const int64_t stride = rounded_row_floats(k), scales = k / 4, sums = kForm.group == 32 ? k / 4 + k / 32 : k / 4 + k / 16;
+  const int64_t stride = rounded_row_floats(k);
   Floats total[kRows];
   for (int r = 0; r < kRows; ++r) total[r] = load_floats(y + r * kTileRows);
   for (int64_t c = 0; c < columns; c += kForm.group) {
@@ -173,21 +192,31 @@ inline void add_tile(const Tile& tile, const float* x, int64_t k, int64_t begin,
         products[r] = add_products<(kForm.zero > 64)>(products[r], tile.codes + kTileRows * (c + 4 * q), row);
       }
     }
-    const int64_t g = c / kForm.group;
-    const Floats scale = load_floats(tile.scales[g]);
     for (int r = 0; r < kRows; ++r) {
-      const float* row = x + r * stride;
-      const Floats sum = all_floats(row[sums + (begin + c) / kForm.group]);
-      Floats part = to_floats(products[r]);
-      if constexpr (kForm.offsets) {
-        part = times_add(sum, load_floats(tile.offsets[g]), times(part, scale));
-      } else {
-        part = times(times_add(all_floats(-static_cast<float>(kForm.zero)), sum, part), scale);
-      }
-      total[r] = times_add(part, all_floats(row[scales + (begin + c) / 32]), total[r]);
+      const float *row = x + r * stride, sum = sums_of<kType>(row, k)[(begin + c) / kForm.group];
+      total[r] = add_group<kType>(total[r], products[r], tile, c / kForm.group, sum, row[k / 4 + (begin + c) / 32]);
     }
   }
   for (int r = 0; r < kRows; ++r) store_floats(y + r * kTileRows, total[r]);
+}
+
+// The same for one row, of codes that are not interleaved.
+template <BlockType kType>
+inline void add_row(const Tile& tile, const float* row, int64_t k, int64_t begin, int64_t columns, float* y) {
+  constexpr int64_t kGroup = block_form(kType).group, kGroups = 64 / kGroup;
+  const auto* codes = reinterpret_cast<const int8_t*>(row) + begin;
+  const float *sums = sums_of<kType>(row, k) + begin / kGroup, *scales = row + k / 4 + begin / 32;
+  Floats total = load_floats(y);
+  for (int64_t c = 0; c < columns; c += 64) {
+    Ints products[4];
+    row_products<(block_form(kType).zero > 64)>(tile.row_codes[0] + c, kTileColumns, codes + c, products);
+    for (int64_t i = 0; i < kGroups && c + i * kGroup < columns; ++i) {
+      const Ints own = kGroup == 16 ? products[i] : added(products[2 * i], products[2 * i + 1]);
+      const int64_t g = c / kGroup + i;
+      total = add_group<kType>(total, own, tile, g, sums[g], scales[(c + i * kGroup) / 32]);
+    }
+  }
+  store_floats(y, total);
 }
 
 // Asks for memory that the next tile reads. It may lie behind the weight: nothing is read of it.
@@ -211,11 +240,15 @@ void multiply_tile(const BlockTask& task) {
       fetch(block + kTileRows * row_bytes, columns / kForm.columns * kForm.bytes);
       decode_row<kType>(block, columns, {tile.row_codes[row], tile.row_scales[row], tile.row_offsets[row]});
     }
-    for (int64_t c = 0; c < columns; c += 64) interleave(tile.row_codes[0] + c, kTileColumns, tile.codes + kTileRows * c);
     interleave(reinterpret_cast<const uint8_t*>(tile.row_scales), 64, reinterpret_cast<uint8_t*>(tile.scales));
     if constexpr (kForm.offsets) {
       interleave(reinterpret_cast<const uint8_t*>(tile.row_offsets), 64, reinterpret_cast<uint8_t*>(tile.offsets));
     }
+    if (task.rows == 1) {
+      add_row<kType>(tile, task.x, task.k, begin, columns, task.y);
+      continue;
+    }
+    for (int64_t c = 0; c < columns; c += 64) interleave(tile.row_codes[0] + c, kTileColumns, tile.codes + kTileRows * c);
     int64_t m = 0;
     for (; m + kRowsTogether <= task.rows; m += kRowsTogether) {
       add_tile<kType, kRowsTogether>(tile, task.x + m * stride, task.k, begin, columns, task.y + m * kTileRows);
