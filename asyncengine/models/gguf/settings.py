@@ -77,7 +77,8 @@ _SCALED_BY_WIDTH = {"gemma2": 46, "gemma3": 62}
 def architecture_of(header: Header, path: Path) -> str:
     """A key of ``ARCHITECTURES``. Raises UnsupportedModelError for an architecture that is not known, by name."""
     name = header.metadata.get("general.architecture")
-    if name == "llama" and header.metadata.get("llama.expert_count", 0):
+    experts = header.metadata.get("llama.expert_count")
+    if name == "llama" and isinstance(experts, int) and experts:
         return "mixtral"
     if not isinstance(name, str) or name not in ARCHITECTURES or name == "mixtral":
         known = ", ".join(name for name in ARCHITECTURES if name != "mixtral")
