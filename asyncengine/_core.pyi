@@ -185,6 +185,10 @@ class CpuLinear:
         [k / group, rows[i]], of offsets alike (0: none), and of the numbers float32 [16] of 4 bits (else 0). 64 bytes
         behind scales and offsets may be read."""
 
+    def set_blocks(self, types: Sequence[int]) -> None:
+        """Weights are rows of blocks, of a type of GGUF for each matrix; x is rounded to 8 bits. ValueError for a type
+        that no kernel reads, or rows of no whole blocks."""
+
 class CpuExperts:
     """Experts whose matrices are alike: down times the activation of up."""
 

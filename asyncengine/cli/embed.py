@@ -77,9 +77,10 @@ def add_sampling(parser: argparse.ArgumentParser, exclude: Collection[str], defa
 def check_model(args: argparse.Namespace) -> None:
     """Raises ModelError at once for a model that is no directory of a model and can be no hub id."""
     from asyncengine.models.files import read_config
+    from asyncengine.models.gguf.paths import is_gguf
     from asyncengine.models.weights.hub import local_directory
 
-    if "model" in args and (directory := local_directory(args.model)) is not None:
+    if "model" in args and (directory := local_directory(args.model)) is not None and not is_gguf(directory):
         read_config(directory)
 
 

@@ -37,6 +37,8 @@ FLOAT8_GROUPS = "float8_groups"
 """As INT8, with "codes" in float8 (e4m3). Blocks of 128 x 128 that share a scale repeat it in each of their rows."""
 
 GROUPED = (INT4, INT8, FLOAT8_GROUPS)
+BLOCKS = "blocks"
+"""One tensor, "blocks" uint8 [N, bytes of a row], on the CPU: blocks of a type of GGUF (see kernels/blocks.py)."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -49,7 +51,9 @@ class PackedWeight:
     out_features: int
     in_features: int
     inputs: torch.dtype | None = None
-    """dtype of the inputs of products, where the tensors do not tell it"""
+    """dtype of the rows that a packed weight multiplies, or of an embedding's, where the tensors do not tell it"""
+    block_type: int = 0
+    """The type of a weight in the format BLOCKS. Weights side by side may differ in it."""
 
     @property
     def nbytes(self) -> int:

@@ -16,6 +16,8 @@ from typing import Any, Literal, NamedTuple
 from asyncengine.errors import ModelError, UnsupportedModelError
 from asyncengine.kernels.ops import Activation, CacheSpec, KVSpec, LatentSpec, SharedSpec
 from asyncengine.models.files import excerpt, read_config
+from asyncengine.models.gguf.paths import is_gguf
+from asyncengine.models.gguf.settings import read_settings
 from asyncengine.models.rotary import RopeConfig
 
 logger = logging.getLogger(__name__)
@@ -63,6 +65,9 @@ class RawConfig:
 
     @classmethod
     def load(cls, directory: Path) -> RawConfig:
+        """The config of a model directory, or of a GGUF file."""
+        if is_gguf(directory):
+            return cls(read_settings(directory), str(directory))
         return cls(read_config(directory), str(directory / "config.json"))
 
     def get(self, key: str, kind: type | tuple[type, ...], default: Any = MISSING) -> Any:

@@ -11,9 +11,10 @@ import torch
 from asyncengine.config import EngineConfig
 from asyncengine.errors import ConfigError, ModelError
 from asyncengine.kernels.cpu.reference import ReferenceOps
-from asyncengine.kernels.weight import DENSE, FLOAT8, FLOAT8_GROUPS, GROUPED
+from asyncengine.kernels.weight import BLOCKS, DENSE, FLOAT8, FLOAT8_GROUPS, GROUPED
 from asyncengine.machine import available_memory
 from asyncengine.models.config import ModelConfig, RawConfig
+from asyncengine.models.gguf.paths import is_gguf
 from asyncengine.models.registry import FAMILIES, Family
 from asyncengine.models.weights.hub import resolve_model
 from asyncengine.models.weights.source import WeightsOfKind
@@ -133,7 +134,7 @@ def describe_model(config: EngineConfig, device: str, memory_bytes: int | None =
     """
     path = resolve_model(config.model, revision=config.revision, weights=False)
     raw = RawConfig.load(path)
-    has_weights = any(path.suffix in _WEIGHT_FILES for path in path.iterdir())
+    has_weights = is_gguf(path) or any(path.suffix in _WEIGHT_FILES for path in path.iterdir())
     formats: tuple[str, ...] = ()
     try:
         architecture, family = family_of(config, raw)
@@ -186,7 +187,11 @@ def describe_model(config: EngineConfig, device: str, memory_bytes: int | None =
 def _words_for(kind: WeightsOfKind, dtype: str, device: str, *, mixture: bool) -> str:
     """A format with its groups, and the kernel that multiplies it."""
     if kind.format not in GROUPED:
-        return {DENSE: dtype, FLOAT8: "float8 by rows, inputs rounded to float8"}[kind.format]
+        return {
+            DENSE: dtype,
+            BLOCKS: "blocks of GGUF as they lie, read by native kernels",
+            FLOAT8: "float8 by rows, inputs rounded to float8",
+        }[kind.format]
     bits = "float8" if kind.format == FLOAT8_GROUPS else kind.format
     groups = f"{bits} in groups of {kind.group} columns"
     if device == "cpu":

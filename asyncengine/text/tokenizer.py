@@ -26,6 +26,7 @@ from asyncengine.errors import (
     ModelNotFoundError,
 )
 from asyncengine.models.files import checked_size, excerpt
+from asyncengine.models.gguf.paths import is_gguf
 from asyncengine.models.weights.hub import resolve_model
 from asyncengine.text import sandbox_program, tool_turns
 from asyncengine.text.tokenizer_files import add_special_tokens, read_chat_templates, read_config
@@ -74,16 +75,23 @@ class Tokenizer:
         chat_template: str | None = None,
         num_rows: int | None = None,
     ) -> Self:
-        """Read a directory or a hub repository.
+        """Read a directory, a GGUF file or a hub repository.
 
         ``chat_template`` is the path of a Jinja file that replaces the model's own template, or the name of one of the
         model's templates; ``num_rows`` the number of rows of the model's embedding. Raises ModelNotFoundError if there
         is no tokenizer, ModelError if its files are damaged, ConfigError if the template cannot be used.
         """
         directory = resolve_model(path_or_id, revision=revision, weights=False)
-        config = read_config(directory)
-        backend, specials = _load_backend(directory, config)
-        templates = read_chat_templates(directory, config)
+        if is_gguf(directory):
+            from asyncengine.text.gguf_tokenizer import read_gguf_tokenizer  # it needs numpy and torch
+
+            with _damaged(directory):
+                backend, specials, templates = read_gguf_tokenizer(directory)
+            check_decoder(backend, str(directory))
+        else:
+            config = read_config(directory)
+            backend, specials = _load_backend(directory, config)
+            templates = read_chat_templates(directory, config)
         if chat_template is not None:
             templates = {"default": _choose_template(chat_template, templates)}
         return cls(backend, specials=specials, chat_templates=templates, num_rows=num_rows)
@@ -298,6 +306,19 @@ def _typed_failures() -> Iterator[None]:
         if not isinstance(e, Exception) and not _is_panic(e):
             raise
         raise InvalidRequestError(f"the tokenizer failed: {sandbox_program.failure(e)}", param="prompt") from None
+
+
+@contextlib.contextmanager
+def _damaged(path: Path) -> Iterator[None]:
+    """Turn every failure of tokenizers on the tokens of a file, a panic included, into ModelError."""
+    try:
+        yield
+    except AsyncEngineError:
+        raise
+    except BaseException as e:
+        if not isinstance(e, Exception) and not _is_panic(e):
+            raise
+        raise ModelError(f"cannot make a tokenizer of {path}: {excerpt(str(e))}") from e
 
 
 def _is_panic(error: BaseException) -> bool:

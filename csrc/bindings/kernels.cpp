@@ -105,6 +105,18 @@ void set_codes(CpuLinear& linear, const std::vector<std::tuple<CodeType, int64_t
   linear.order = pointer<const int32_t>(order);
 }
 
+// Says that the weights of a linear are rows of blocks, of a type for each matrix.
+void set_blocks(CpuLinear& linear, const std::vector<int>& types) {
+  require(types.size() == linear.matrices.size(), "every matrix needs a type of blocks");
+  require(!linear.panels, "weights in panels have no blocks");
+  for (size_t i = 0; i < types.size(); ++i) {
+    const BlockForm form = block_form(static_cast<BlockType>(types[i]));
+    require(form.columns != 0, "no kernel reads this type of blocks");
+    require(linear.k % form.columns == 0, "rows must be whole blocks");
+  }
+  for (size_t i = 0; i < types.size(); ++i) linear.matrices[i].block_type = static_cast<BlockType>(types[i]);
+}
+
 std::shared_ptr<CpuExperts> make_experts(const std::vector<std::shared_ptr<CpuLinear>>& up,
                                          const std::vector<std::shared_ptr<CpuLinear>>& down, ActivationFunction function,
                                          bool gated) {
@@ -116,6 +128,7 @@ std::shared_ptr<CpuExperts> make_experts(const std::vector<std::shared_ptr<CpuLi
                 down[i]->k * (gated ? 2 : 1) == up[0]->total_rows() && down[i]->total_rows() == down[0]->total_rows() &&
                 up[i]->dtype == up[0]->dtype && down[i]->dtype == up[0]->dtype,
             "experts must be alike");
+    require(!up[i]->in_blocks() && !down[i]->in_blocks(), "experts cannot be in blocks");
     experts->up.push_back(*up[i]);
     experts->down.push_back(*down[i]);
   }
@@ -198,7 +211,8 @@ void bind_cpu_kernels(py::module_& m) {
   py::class_<CpuLinear, std::shared_ptr<CpuLinear>>(m, "CpuLinear")
       .def(py::init(&make_linear), py::arg("weights"), py::arg("rows"), py::arg("biases"), py::arg("k"), py::arg("dtype"),
            py::arg("panels") = false)
-      .def("set_codes", &set_codes, py::arg("codes"), py::arg("order"));
+      .def("set_codes", &set_codes, py::arg("codes"), py::arg("order"))
+      .def("set_blocks", &set_blocks, py::arg("types"));
 
   py::class_<CpuExperts, std::shared_ptr<CpuExperts>>(m, "CpuExperts")
       .def(py::init(&make_experts), py::arg("up"), py::arg("down"), py::arg("function"), py::arg("gated"));

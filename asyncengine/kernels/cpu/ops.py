@@ -33,7 +33,7 @@ from asyncengine.kernels.ops import (
     Routing,
     is_gated,
 )
-from asyncengine.kernels.weight import PackedWeight
+from asyncengine.kernels.weight import BLOCKS, PackedWeight
 
 # The function, and whether it is gated.
 _ACTIVATIONS: dict[Activation, tuple[ActivationFunction, bool]] = {
@@ -108,8 +108,15 @@ class CpuOps(BaseOps[CpuLinearHandle | UnpackedHandle]):
         packed = form.pack(weights, biases, self._panels, rearrange=False)
         return UnpackedHandle(form, weights, biases) if packed is None else self._handle(weights, packed)
 
-    def make_embedding(self, table: PackedWeight, *, tied: bool, copy: bool = False) -> CpuLinearHandle:
-        """A handle for a dense table."""
+    def make_embedding(
+        self, table: PackedWeight, *, tied: bool, copy: bool = False
+    ) -> CpuLinearHandle | UnpackedHandle:
+        """A handle for a dense table, or for one in blocks."""
+        if table.format == BLOCKS:
+            handle = self.make_head(table)
+            if isinstance(handle, CpuLinearHandle):
+                handle.table = table
+            return handle
         return self._handle([table], Dense().pack([table], [None], self._panels, rearrange=tied and copy))
 
     def make_experts(
@@ -121,6 +128,8 @@ class CpuOps(BaseOps[CpuLinearHandle | UnpackedHandle]):
         down_biases: Sequence[Tensor] | None = None,
     ) -> Experts[CpuLinearHandle | UnpackedHandle]:
         made = super().make_experts(up, down, activation, up_biases, down_biases)
+        if any(weight.format == BLOCKS for weight in (*up[0], down[0])):
+            return made
         first, second = ([h.native for h in side if isinstance(h, CpuLinearHandle)] for side in (made.up, made.down))
         if len(first) < made.count or len(second) < made.count:
             return made
@@ -170,6 +179,12 @@ class CpuOps(BaseOps[CpuLinearHandle | UnpackedHandle]):
         position_table: Tensor | None = None,
         scale: float = 1.0,
     ) -> Residual:
+        table = embedding.weights[0] if isinstance(embedding, UnpackedHandle) else embedding.table
+        if table is not None:
+            if position_table is not None:
+                raise ValueError("a table of positions goes with a dense embedding")
+            rows = format_of([table]).rows(table, torch.from_numpy(batch.input_ids))
+            return Residual((rows * scale).to(table.inputs or torch.float32))
         assert isinstance(embedding, CpuLinearHandle)
         if position_table is not embedding.position_table and position_table is not None:
             shape = (position_table.shape[0], embedding.in_features)

@@ -1,4 +1,4 @@
-"""A model directory from what the user typed: a path, or a repository on the Hugging Face hub."""
+"""A model directory or a GGUF file from what the user typed: a path, or a repository on the Hugging Face hub."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 from asyncengine.errors import ModelNotFoundError
+from asyncengine.models.gguf.paths import find_gguf, is_gguf
 
 _HUB_ID = re.compile(r"\w[\w.-]*(/[\w.-]+)?")
 _SMALL_FILES = ("*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken")
@@ -22,26 +23,29 @@ _NEVER_READ = (*_IN_FOLDERS, "consolidated*.safetensors")
 
 
 def local_directory(path_or_id: str) -> Path | None:
-    """The directory that a user's words name, None for a hub id.
+    """The directory or the GGUF file that a user's words name, None for a hub id.
 
-    Raises ModelNotFoundError for words that can be neither: a file, a path of no directory.
+    A directory that holds a GGUF file and no config.json stands for this file. Raises ModelNotFoundError for words that
+    can be neither: another file, a path of no directory.
     """
     try:
         path = Path(path_or_id).expanduser()
         if path.is_dir():
-            return path
+            return find_gguf(path) or path
         is_file = path.exists()
     except (OSError, RuntimeError) as e:  # too long, in a folder that is closed to us, or ~ of a user who is not known
         raise ModelNotFoundError(f"there can be no directory {path_or_id!r}: {e}") from e
+    if is_file and is_gguf(path):
+        return path
     if is_file:
-        raise ModelNotFoundError(f"{path} is a file; a model is a directory with config.json in it")
+        raise ModelNotFoundError(f"{path} is a file; a model is a directory with config.json in it, or a GGUF file")
     if not _HUB_ID.fullmatch(path_or_id):
         raise ModelNotFoundError(f"there is no directory {path_or_id!r}, nor can that be a hub id (owner/name)")
     return None
 
 
 def resolve_model(path_or_id: str, *, revision: str | None = None, weights: bool = True) -> Path:
-    """The local directory of a model, downloaded from the hub if it is not there yet.
+    """The local directory or GGUF file of a model, downloaded from the hub if it is not there yet.
 
     Only safetensors weights and small text files are downloaded, copies of weights left out, and of folders only
     additional_chat_templates/; without ``weights``, only small files.

@@ -24,11 +24,13 @@ from asyncengine.kernels.ops import LayerCache, LayerKVCache, Ops
 from asyncengine.machine import total_memory
 from asyncengine.models.config import ModelConfig, RawConfig
 from asyncengine.models.files import read_optional_json
+from asyncengine.models.gguf.paths import is_gguf
 from asyncengine.models.registry import CausalLM, Family, choose_family, settle_head, settle_rotation
 from asyncengine.models.weights.checkpoint import Checkpoint, choose_dtype
 from asyncengine.models.weights.dummy import DummyWeights
 from asyncengine.models.weights.formats.at_load import GroupedAtLoad
 from asyncengine.models.weights.formats.choose import METHODS, choose_format, quant_method
+from asyncengine.models.weights.gguf import GgufFormat, GgufTensors
 from asyncengine.models.weights.hub import resolve_model
 from asyncengine.models.weights.source import WeightsOfKind, WeightSource
 from asyncengine.runner.loop_config import choose_num_host_blocks, decodes_on_host
@@ -105,7 +107,8 @@ class LoadedModel:
         """Digest all that keys and values depend on. Files count by size and time, as reading weights again would take
         as long as loading them. The program counts whole: any of its files may decide a bit of keys and values, or
         where it lies."""
-        files = sorted(path for path in self.path.iterdir() if path.suffix in (".json", ".safetensors"))
+        directory = self.path.parent if is_gguf(self.path) else self.path
+        files = sorted(path for path in directory.iterdir() if path.suffix in (".json", ".safetensors", ".gguf"))
         stats = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in files]
         settings = (config.load_format, config.seed, config.quantization, config.block_size, config.prefill_attention)
         scales = () if self.kv_scales is None else self.kv_scales.flatten().tolist()
@@ -153,11 +156,17 @@ def load_model(config: EngineConfig, ops: Ops[Any, Any, Any], *, progress: bool 
     in_codes = quant_method(raw) in METHODS or config.quantization in ("int8", "int4")
     if in_codes and config.batch_invariant and ops.device.type == "cuda":
         raise ConfigError("batch_invariant on a GPU is not implemented for weights in codes")
-    tensors = (
-        DummyWeights(dtype, model_config.initializer_range, config.seed, device=ops.device)
-        if dummy
-        else Checkpoint(path, dtype, device=ops.device, progress=progress)
-    )
+    tensors: DummyWeights | Checkpoint | GgufTensors
+    if dummy:
+        tensors = DummyWeights(dtype, model_config.initializer_range, config.seed, device=ops.device)
+    elif is_gguf(path):
+        tensors = GgufTensors(path, dtype, device=ops.device, progress=progress)
+        if tensors.keeps_blocks:
+            if config.quantization != "none":
+                raise ConfigError(f"quantization={config.quantization}: the weights of {path} are quantised already")
+            form = GgufFormat(tensors)
+    else:
+        tensors = Checkpoint(path, dtype, device=ops.device, progress=progress)
     with contextlib.closing(tensors):
         model_config = settle_rotation(settle_head(model_config, tensors), tensors)
         weights = WeightSource(tensors, form)

@@ -10,9 +10,6 @@
 namespace asyncengine {
 namespace {
 
-// Below this many elements a loop costs less than telling another thread about it (about 2 us). Its data tends to come
-// from the other core or from memory.
-constexpr int64_t kElementsPerChunk = 4096;
 // A write to a cache line that is far away costs as much as this many elements of a loop.
 constexpr int64_t kElementsPerCacheMiss = 16;
 
@@ -86,20 +83,13 @@ void CpuLinear::arrange(const void* x, void* to) const {
 
 CpuKernels::CpuKernels(int num_threads, std::string_view isa)
     : isa_(select_cpu_isa(isa)),
+      block_kernels_(select_block_kernels(isa_)),
       pool_(num_threads),
       thread_scratch_(static_cast<size_t>(num_threads)),
       sampler_(isa_, num_threads) {}
 
 void CpuKernels::reserve_scratch(int64_t floats) {
   for (ScratchBuffer& buffer : thread_scratch_) buffer.reserve(floats);
-}
-
-template <class Body>
-void CpuKernels::for_row_chunks(int64_t rows, int64_t row_elements, Body&& body) {
-  const int64_t wanted = std::min(rows * row_elements / kElementsPerChunk, pool_.num_threads() * kItemsPerThread);
-  const int64_t chunk = ceil_div(rows, std::max<int64_t>(wanted, 1));
-  pool_.parallel_for(ceil_div(rows, std::max<int64_t>(chunk, 1)),
-                     [&](int64_t item, int) { body(item * chunk, std::min(rows, (item + 1) * chunk)); });
 }
 
 void CpuKernels::linear(const CpuLinear& weights, const void* x, int64_t x_stride, int64_t rows, void* y, bool y_float32) {
@@ -131,6 +121,11 @@ void CpuKernels::multiply(const CpuLinear& weights, const void* x, int64_t x_str
   if (rows == 0) return;
   const Dtype dtype = weights.dtype;
   const Dtype y_dtype = y_float32 ? Dtype::kFloat32 : dtype;
+  if (weights.in_blocks()) {
+    for_row_chunks(rows, weights.k, prepare);
+    multiply_blocks(weights, x, x_stride, rows, y, y_dtype, activation);
+    return;
+  }
   const int64_t y_stride = weights.total_rows();
   const LinearKernels& kernels = isa_.linear(dtype);
   const int64_t tile_rows = kernels.tile_rows(rows), tiles = ceil_div(rows, tile_rows);

@@ -1,6 +1,7 @@
 // The compute kernels of the CPU executor: splits each call over threads and owns the scratch memory.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <memory>
 #include <optional>
@@ -10,22 +11,26 @@
 #include <vector>
 
 #include "core/step_batch.h"
+#include "platform/cpu/blocks.h"
 #include "platform/cpu/isa.h"
 #include "platform/cpu/sampler.h"
 #include "platform/cpu/thread_pool.h"
+#include "platform/cpu/tiling.h"
 
 namespace asyncengine {
 
 // Weight matrices [N_i, k] of one input, whose outputs lie side by side. Points into memory that the caller keeps.
 // A matrix in panels is [N / width][words of k][width] with the vector width, a word being one float or two neighbouring
 // bfloat16, the first in the low half; N is rounded up to two panels and k to a multiple of panel_steps.
-// With codes weights are rows of these instead, and x is multiplied in the order of its columns.
+// With codes weights are rows of these instead, and x is multiplied in the order of its columns. With block types, which all
+// matrices have or none, weights are rows of blocks of GGUF, and x is rounded to 8 bits (blocks.h).
 struct CpuLinear {
   struct Matrix {
     const void* weight;
     const void* bias;  // or null
     int64_t rows;
     std::optional<WeightCodes> codes = std::nullopt;
+    std::optional<BlockType> block_type = std::nullopt;
 
     const WeightCodes* codes_or_null() const { return codes ? &*codes : nullptr; }
   };
@@ -37,6 +42,7 @@ struct CpuLinear {
   const int32_t* order = nullptr;  // [k]: column i of the weights multiplies x[order[i]]; null: x[i]
 
   int64_t total_rows() const;
+  bool in_blocks() const { return matrices.front().block_type.has_value(); }
   // A row of x [k] in the order of the columns; there must be one.
   void arrange(const void* x, void* to) const;
 };
@@ -154,6 +160,8 @@ class CpuKernels {
   template <class Prepare>
   void multiply(const CpuLinear& weights, const void* x, int64_t x_stride, int64_t rows, void* y, bool y_float32,
                 std::optional<Activation> activation, Prepare&& prepare);
+  void multiply_blocks(const CpuLinear& weights, const void* x, int64_t x_stride, int64_t rows, void* y, Dtype y_dtype,
+                       std::optional<Activation> activation);
   void sort_pairs(const CpuExperts& experts, const int64_t* ids, int64_t pairs);
   template <class Prepare>
   void multiply_experts(bool up, void* x, void* y, bool y_float32, Prepare&& prepare);
@@ -166,14 +174,21 @@ class CpuKernels {
   void store_new(Dtype dtype, const NewKV& fresh, const PagedKV& cache, const StepBatch& batch, int64_t token, int64_t head) const;
   void store_tokens(Dtype dtype, const NewKV& fresh, const PagedKV& cache, const StepBatch& batch,
                     std::span<const TokenRange> ranges);
+  // body(begin, end) for ranges of rows of so many elements.
   template <class Body>
-  void for_row_chunks(int64_t rows, int64_t row_elements, Body&& body);
+  void for_row_chunks(int64_t rows, int64_t row_elements, Body&& body) {
+    const int64_t wanted = std::min(rows * row_elements / kElementsPerChunk, pool_.num_threads() * kItemsPerThread);
+    const int64_t chunk = ceil_div(rows, std::max<int64_t>(wanted, 1));
+    pool_.parallel_for(ceil_div(rows, std::max<int64_t>(chunk, 1)),
+                       [&](int64_t item, int) { body(item * chunk, std::min(rows, (item + 1) * chunk)); });
+  }
 
   // Grows every thread's scratch here, in the caller: a worker must not throw.
   void reserve_scratch(int64_t floats);
   float* scratch(int thread) { return thread_scratch_[static_cast<size_t>(thread)].data(); }
 
   const CpuIsa& isa_;
+  const BlockKernels& block_kernels_;
   ThreadPool pool_;
   ScratchBuffer normed_, packed_x_, arranged_;
   std::vector<ScratchBuffer> thread_scratch_;

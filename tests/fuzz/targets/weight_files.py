@@ -47,6 +47,9 @@ def one_input(data: bytes) -> None:
                 assert tensor.dtype == dtype
                 assert tensor.data_ptr() % dtype.itemsize == 0
                 tensor.sum()
+            with suppress(ModelError):  # codes and scales of weights that are packed
+                stored = checkpoint.raw(name, (8,), (4, 2), kinds=(torch.uint8, torch.int32, torch.float8_e4m3fn))
+                assert stored.numel() == 8
             with suppress(ModelError):
                 assert checkpoint.get_transposed(name, 2, 4).shape == (2, 4)
         checkpoint.finish()

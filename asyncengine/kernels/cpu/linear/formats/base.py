@@ -49,6 +49,10 @@ class Format(ABC):
         """
         return None
 
+    def rows(self, weight: PackedWeight, ids: Tensor) -> Tensor:
+        """The rows float32 [T, K] of an embedding that ``pack`` does not pack."""
+        raise NotImplementedError
+
     def launch(
         self, kernels: CpuKernels, weights: Sequence[PackedWeight], biases: Sequence[Tensor | None], x: Tensor,
         out: Tensor, batch: StepBatch,

@@ -1,0 +1,84 @@
+// Products with weights in blocks of GGUF's types, read where the file is mapped.
+//
+// Rows of x are rounded to 8 bits in groups of 32, so that products are of integers. Sixteen rows of a weight are decoded
+// at a time, 256 columns of them into L1, where all rows of x pass by. An element of the result is a sum over the groups
+// in their order, whatever rows come with it.
+#pragma once
+
+#include <cstdint>
+
+#include "platform/cpu/isa.h"
+
+namespace asyncengine {
+
+// As numbered in files.
+enum class BlockType : int {
+  kQ4_0 = 2,
+  kQ4_1 = 3,
+  kQ5_0 = 6,
+  kQ5_1 = 7,
+  kQ8_0 = 8,
+  kQ2_K = 10,
+  kQ3_K = 11,
+  kQ4_K = 12,
+  kQ5_K = 13,
+  kQ6_K = 14,
+  kIQ4_NL = 20,
+  kIQ4_XS = 23,
+};
+
+// A number is scale * (code - zero), or scale * code + offset, with a code without a sign.
+struct BlockForm {
+  int64_t columns = 0, bytes = 0;  // of a block; 0: the type is not known
+  int64_t group = 32;              // columns that share a scale
+  int zero = 0;
+  bool offsets = false;  // of groups
+};
+
+constexpr BlockForm block_form(BlockType type) {
+  switch (type) {
+    case BlockType::kQ4_0: return {32, 18, 32, 8, false};
+    case BlockType::kQ4_1: return {32, 20, 32, 0, true};
+    case BlockType::kQ5_0: return {32, 22, 32, 16, false};
+    case BlockType::kQ5_1: return {32, 24, 32, 0, true};
+    case BlockType::kQ8_0: return {32, 34, 32, 128, false};
+    case BlockType::kQ2_K: return {256, 84, 16, 0, true};
+    case BlockType::kQ3_K: return {256, 110, 16, 4, false};
+    case BlockType::kQ4_K: return {256, 144, 32, 0, true};
+    case BlockType::kQ5_K: return {256, 176, 32, 0, true};
+    case BlockType::kQ6_K: return {256, 210, 16, 32, false};
+    case BlockType::kIQ4_NL: return {32, 18, 32, 128, false};
+    case BlockType::kIQ4_XS: return {256, 136, 32, 128, false};
+  }
+  return {};
+}
+
+inline constexpr int64_t kTileRows = 16;      // rows of a weight that are decoded together
+inline constexpr int64_t kTileColumns = 256;  // columns that are
+
+// A row of x in 8 bits, in floats: k codes, then scales of 32 columns, sums of the codes of 32 columns and of 16.
+inline int64_t rounded_row_floats(int64_t k) { return k / 4 + k / 32 + k / 32 + k / 16; }
+
+struct BlockTask {
+  BlockType type;
+  const uint8_t* weight;
+  int64_t weight_rows;  // up to kTileRows
+  int64_t k;            // a whole number of blocks
+  const float* x;       // rounded rows
+  int64_t rows;
+  float* y;  // [rows, kTileRows]
+};
+
+struct BlockKernels {
+  void (*round_row)(Dtype, const void* x, int64_t k, float* row);
+  void (*multiply)(const BlockTask&);
+};
+
+// Null where the compiler's target has no such instructions.
+const BlockKernels* block_kernels_vnni();
+const BlockKernels* block_kernels_avx2();
+const BlockKernels& block_kernels_portable();
+// The kernels for an instruction set of isa.h on this machine.
+const BlockKernels& select_block_kernels(const CpuIsa& isa);
+
+}  // namespace asyncengine

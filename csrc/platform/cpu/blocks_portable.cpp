@@ -1,0 +1,3 @@
+#include "platform/cpu/blocks.inl"
+
+const asyncengine::BlockKernels& asyncengine::block_kernels_portable() { return kKernels; }

@@ -1,0 +1,79 @@
+"""Native products with blocks of GGUF's types, beside their numbers in floats."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from gguf import GGMLQuantizationType as Type
+
+from asyncengine._core import CpuKernels, CpuLinear, Dtype
+from asyncengine.kernels.blocks import FLOATS, SIZES, BlockType, dequantize
+from asyncengine.kernels.cpu.linear.formats.blocks import Blocks
+from asyncengine.kernels.cpu.ops import CpuOps
+from asyncengine.kernels.weight import BLOCKS, PackedWeight
+from tests.models.gguf_files import random_blocks
+
+N = 37
+
+
+def packed(kind: int, rows: int, k: int, seed: int = 0) -> PackedWeight:
+    blocks = torch.from_numpy(random_blocks(Type(kind), rows, k, seed))
+    return PackedWeight(BLOCKS, {"blocks": blocks}, rows, k, torch.bfloat16, kind)
+
+
+@pytest.mark.parametrize("kind", [kind for kind in SIZES if kind not in FLOATS])
+def test_products(kind: BlockType) -> None:
+    """Instruction sets and the plain path agree; threads and the number of rows change no bit."""
+    k = 768 if SIZES[kind].numbers == 256 else 352
+    first, second = packed(kind, N, k), packed(BlockType.Q8_0, 3, k)
+    weight = torch.cat([dequantize(BlockType(w.block_type), w.tensors["blocks"]) for w in (first, second)]).double()
+    bias = torch.randn(3, generator=torch.Generator().manual_seed(3)).bfloat16()
+    x = torch.randn(64, k, generator=torch.Generator().manual_seed(0)).bfloat16()
+    groups = x.float().view(64, -1, 32)
+    largest = groups.abs().amax(-1, keepdim=True)
+    rounded = ((groups * (torch.full_like(largest, 127) / largest)).round() * (largest / 127)).view(64, k)
+    exact = rounded.double() @ weight.T
+    exact[:, N:] += bias.double()
+    for isa in CpuKernels.available_isas():
+        whole = product(isa, 2, [first, second], bias, x)
+        torch.testing.assert_close(whole.double(), exact, rtol=1e-4, atol=1e-4 * exact.abs().mean().item())
+        for rows in (1, 3, 16):
+            assert torch.equal(product(isa, 1, [first, second], bias, x[:rows]), whole[:rows])
+
+
+def product(isa: str, threads: int, weights: list[PackedWeight], bias: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    ops = CpuOps(threads, isa)
+    handle = ops.make_linear(weights, [None, bias])
+    return ops.multiply(x, handle, None, torch.float32).clone()  # type: ignore[arg-type]  # it is not read
+
+
+def test_rows_that_no_code_holds() -> None:
+    """Zeros and numbers too small to divide by give zeros; NaN and infinity give no finite number."""
+    weight = packed(BlockType.Q8_0, N, 64)
+    x = torch.zeros(4, 64).bfloat16()
+    x[1] = 1e-38
+    x[2, 40] = torch.nan
+    x[3, 5] = -torch.inf
+    for isa in CpuKernels.available_isas():
+        y = product(isa, 1, [weight, packed(BlockType.Q4_1, 1, 64)], torch.zeros(1).bfloat16(), x)
+        assert torch.equal(y[:2], torch.zeros(2, N + 1))
+        assert not y[2:].isfinite().any()
+
+
+def test_other_blocks_are_refused() -> None:
+    for kind, columns, message in ((99, 96, "no kernel"), (0, 96, "no kernel"), (8, 40, "whole blocks")):
+        linear = CpuLinear([64], [1], [0], columns, Dtype.bfloat16)
+        with pytest.raises(ValueError, match=message):
+            linear.set_blocks([kind])
+    with pytest.raises(ValueError, match="every matrix"):
+        CpuLinear([64], [1], [0], 96, Dtype.bfloat16).set_blocks([])
+    short = packed(BlockType.Q8_0, N, 64).tensors["blocks"][:, 1:]
+    wrong = PackedWeight(BLOCKS, {"blocks": short}, N, 64, torch.bfloat16, BlockType.Q8_0)
+    with pytest.raises(ValueError, match="blocks"):
+        CpuOps(1).make_linear([wrong], [None])
+
+
+def test_rows_of_a_table() -> None:
+    weight = packed(BlockType.Q6_K, N, 256)
+    ids = torch.tensor([3, 36, 3])
+    assert torch.equal(Blocks().rows(weight, ids), Blocks().unpack(weight)[ids])
