@@ -54,8 +54,9 @@ def test_tokens_equal_transformers(checkpoint, kernels):
         assert sequence.generated == tiny.followers(model, prompt, sequence.generated)
         continuations.append(sequence.generated)
     assert len({tuple(tokens) for tokens in continuations}) > 1, "the continuations must depend on the prompt"
-    # Together: in chunks of 1, of 7, and of random sizes with some sequences left out of each step.
-    for chunk in (1, 7, None):
+    # Together: in chunks of random sizes with some sequences left out of each step. Native kernels compute several rows
+    # at once, the reference row by row: only theirs need chunks of 1 and of 7 as well.
+    for chunk in (1, 7, None) if native else (None,):
         driver = tiny.Driver(runner, native=native)
         sequences = [driver.add(prompt, len(prompt) + COUNT) for prompt in prompts]
         driver.run(sequences, COUNT, chunk)

@@ -66,10 +66,10 @@ def generate(model: transformers.PreTrainedModel, prompt: Sequence[int], count: 
 
 
 def followers(model: transformers.PreTrainedModel, prompt: Sequence[int], tokens: Sequence[int]) -> list[int]:
-    """Return what transformers, greedily, puts in the place of each of ``tokens`` behind the prompt and those before it.
+    """Return what transformers, greedily, puts in the place of each of ``tokens``, behind the prompt and those before.
 
-    That is ``tokens`` if and only if ``generate`` returns them. A single forward tells, where ``generate`` needs one for
-    every token.
+    That is ``tokens`` if and only if ``generate`` returns them. A single forward tells, where ``generate`` needs one
+    for every token.
     """
     ids = torch.tensor([[*prompt, *tokens[:-1]]])
     with torch.inference_mode():
