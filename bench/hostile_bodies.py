@@ -196,7 +196,7 @@ BODIES: list[Body] = [
           logprobs=lambda: True, top_logprobs=lambda: 20, ignore_eos=lambda: True, seed=lambda: 1),
     _body("the best of 128 outputs × 20 log probabilities", COMPLETIONS, max_tokens=lambda: 100, best_of=lambda: 128,
           logprobs=lambda: 20, ignore_eos=lambda: True, seed=lambda: 1),
-    _body("the best 2 of 8 × 128 prompts", COMPLETIONS, prompt=lambda: ["x"] * 128, max_tokens=lambda: 100,
+    _body("the best 2 of 8 × 128 prompts", COMPLETIONS, prompt=lambda: ["x"] * 128, max_tokens=lambda: 20,
           best_of=lambda: 8, n=lambda: 2, ignore_eos=lambda: True),
     # gaps
     _body("a suffix of 30 MB", COMPLETIONS, _REFUSED, suffix=letters),

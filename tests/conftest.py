@@ -3,14 +3,20 @@
 Without a GPU the Triton kernels run in Triton's interpreter, which is decided when a kernel's module is imported.
 
 Torch gets one thread, here and in processes that tests start: there is a worker of pytest for every core.
+
+Nothing that collection imports is ever garbage. No garbage is looked for until it has ended, and then only among what
+is newer.
 """
 
+import gc
 import os
 from collections import Counter
 
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
+
+gc.disable()
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
@@ -33,3 +39,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     shared = [name for name, count in Counter(item.nodeid for item in items).items() if count > 1]
     if shared:
         raise pytest.UsageError(f"several tests have the same node ID: {', '.join(shared)}")
+
+
+def pytest_collection_finish() -> None:
+    gc.collect()
+    gc.freeze()
+    gc.enable()

@@ -65,6 +65,17 @@ def generate(model: transformers.PreTrainedModel, prompt: Sequence[int], count: 
     return out[0, len(prompt) :].tolist()
 
 
+def followers(model: transformers.PreTrainedModel, prompt: Sequence[int], tokens: Sequence[int]) -> list[int]:
+    """Return what transformers, greedily, puts in the place of each of ``tokens``, behind the prompt and those before.
+
+    That is ``tokens`` if and only if ``generate`` returns them. A single forward tells, where ``generate`` needs one
+    for every token.
+    """
+    ids = torch.tensor([[*prompt, *tokens[:-1]]])
+    with torch.inference_mode():
+        return model(ids).logits[0, len(prompt) - 1 :].argmax(-1).tolist()
+
+
 @dataclass
 class Batch:
     """The Python twin of the native StepBatch."""
