@@ -144,7 +144,7 @@ $(NODE_CLIENTS): tests/clients/node/package-lock.json
 
 # Ray and Dynamo bring many packages. Their environment falls back on the packages of .venv.
 integrations: install $(INTEGRATIONS)/.installed
-	$(INTEGRATIONS)/bin/python -m pytest tests/integrations
+	$(INTEGRATIONS)/bin/python -m pytest -W default tests/integrations
 
 $(INTEGRATIONS)/.installed: constraints.txt
 	test -d $(@D) || $(PYTHON) -m venv $(@D)
