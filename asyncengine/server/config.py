@@ -14,7 +14,7 @@ from asyncengine.server.keys import ApiKey, check_key, read_keys
 from asyncengine.server.parsing.names import checked_parser
 
 _MODE = re.compile(r"0?[0-7]{3}", re.ASCII)
-_ENDPOINT = re.compile(r"tcp://(\*|[\w.:\[\]-]+):(\d{1,5}|\*)|ipc://\S+", re.ASCII)
+_ENDPOINT = re.compile(r"tcp://(?:\*|[\w.:\[\]-]{1,253}):(\d{1,5}|\*)|ipc://[!-~]{1,90}", re.ASCII)
 _ORIGIN = re.compile(r"\*|null|[a-z][a-z0-9+.-]*://[^/\s]+")
 
 
@@ -131,13 +131,16 @@ class ServerConfig:
             raise ConfigError(f"root_path must be like /llm, without a slash at its end, got {self.root_path!r}")
         for name in ("kv_events_endpoint", "kv_events_replay_endpoint"):
             endpoint = getattr(self, name)
-            if endpoint is not None and not _ENDPOINT.fullmatch(endpoint):
+            match = _ENDPOINT.fullmatch(endpoint or "ipc://unused")
+            if match is None or (match[1] not in (None, "*") and int(match[1]) > 65535):
                 raise ConfigError(f"{name} must be like tcp://*:5557 or ipc:///run/events, got {endpoint!r}")
         for name in ("kv_events_replay_endpoint", "kv_events_topic"):
             if getattr(self, name) and self.kv_events_endpoint is None:
                 raise ConfigError(f"{name} needs kv_events_endpoint")
-        if len(self.kv_events_topic) > 256:
-            raise ConfigError(f"kv_events_topic may have 256 characters, got {len(self.kv_events_topic)}")
+        if self.kv_events_endpoint is not None and self.kv_events_endpoint == self.kv_events_replay_endpoint:
+            raise ConfigError("kv_events_endpoint and kv_events_replay_endpoint must differ")
+        if len(self.kv_events_topic) > 256 or not self.kv_events_topic.isprintable():
+            raise ConfigError("kv_events_topic may have 256 characters, all of them printable")
         for origin in self.cors_origins:
             if isinstance(self.cors_origins, str) or not isinstance(origin, str) or not _ORIGIN.fullmatch(origin):
                 raise ConfigError(f"cors_origins must hold origins such as https://example.org, got {origin!r}")

@@ -206,6 +206,11 @@ async def test_a_router_follows_an_engine_over_zmq(tmp_path: Any) -> None:
                 await received(subscriber, router, lambda: len(router.blocks) == count)  # noqa: B023
             asking.connect(endpoints[1])
             again = Router()
+            for wrong in ([b"x"], [b"", b"12345"], [b"", b"", b"", b""]):
+                await asking.send_multipart(wrong)
+            await asking.send_multipart([b"", (2**64 - 1).to_bytes(8, "big")])
+            async with asyncio.timeout(60):
+                assert await asking.recv_multipart() == [b"", b"", b"\xff" * 8, b""]
             await asking.send_multipart([b"", (0).to_bytes(8, "big")])
             async with asyncio.timeout(60):
                 while (frames := await asking.recv_multipart())[2] != b"\xff" * 8:
@@ -252,6 +257,11 @@ async def test_refusals(tmp_path: Any) -> None:
                 pass
     for fields, reason in (
         ({"kv_events_endpoint": "http://x"}, "must be like"),
+        ({"kv_events_endpoint": "tcp://*:65536"}, "must be like"),
+        ({"kv_events_endpoint": "ipc://" + "x" * 200}, "must be like"),
+        ({"kv_events_endpoint": "ipc://a b"}, "must be like"),
+        ({"kv_events_endpoint": "tcp://*:1", "kv_events_replay_endpoint": "tcp://*:1"}, "must differ"),
+        ({"kv_events_endpoint": "tcp://*:1", "kv_events_topic": "\ud800"}, "printable"),
         ({"kv_events_topic": "kv"}, "needs kv_events_endpoint"),
         ({"kv_events_endpoint": "tcp://*:1", "kv_events_topic": "x" * 257}, "256 characters"),
     ):
