@@ -158,6 +158,34 @@ def test_lost_changes_clear_the_view() -> None:
     assert router.matched([20] * BLOCK) == 1
 
 
+def test_losses_are_a_statistic() -> None:
+    config = _core.SchedulerConfig(num_blocks=16, max_num_seqs=1, max_model_len=128, num_block_events=1)
+    harness = _core.SchedulerHarness(config, 1)
+    harness.add(_core.RequestSpec(id=1, prompt=[5] * 3, max_tokens=80), 1)
+    harness.time_steps(70)
+    assert harness.stats["kv_events_lost"] >= 3
+
+
+async def test_blocks_that_go_to_the_host_change_their_medium() -> None:
+    """A full pool of the device hands blocks to the host's. A router still finds the prompt there."""
+    rng = random.Random(7)
+    params = SamplingParams(max_tokens=2, ignore_eos=True)
+    prompts = [[rng.randrange(3, 900) for _ in range(160)] for _ in range(4)]
+    view, router = PrefixView(), Router()
+    async with testing.SimulatedEngine(
+        num_kv_blocks=16, max_model_len=256, host_kv_memory_bytes=1 << 20, kv_events=True
+    ) as engine:
+        for prompt in prompts:
+            await engine.generate(prompt, params)
+        router.take(payload_of(view, engine.block_changes(1000)[0]))
+        assert {medium for _, _, medium, _ in router.blocks.values()} == {"GPU", "CPU"}
+        found = [router.matched(prompt) for prompt in prompts]
+        output = await engine.generate(prompts[0], params)
+        assert output.usage.cached_tokens == BLOCK * min(found[0], 9)
+        router.take(payload_of(view, engine.block_changes(1000)[0]))
+        assert len(router.blocks) == len(view)
+
+
 async def received(subscriber: Any, router: Router, until: Any) -> list[int]:
     numbers = []
     async with asyncio.timeout(60):
