@@ -30,10 +30,10 @@ class Snapshots:
 
     def block_changes(self, most: int) -> list[BlockChange]:
         """See ``AsyncEngine.block_changes``."""
-        if not self._life.config.kv_events:
-            raise ConfigError("the engine records no changes of its prefix cache: start it with kv_events")
         step_loop = self._life.loaded().step_loop
         self._life.check_loop()
+        if not self._life.config.kv_events:
+            raise ConfigError("the engine records no changes of its prefix cache: start it with kv_events")
         return [BlockChange()] if step_loop.error else step_loop.block_changes(most)
 
     def debug_stats(self) -> DebugStats:

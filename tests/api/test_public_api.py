@@ -77,14 +77,15 @@ async def test_parts_of_a_content_are_its_text() -> None:
 def test_help_shows_public_methods_alone() -> None:
     names = {name for name in dir(AsyncEngine) if not name.startswith("_")}
     assert names == {
-        "abort", "aclose", "classify", "debug_stats", "detokenize", "embed", "engine_stats", "from_pretrained",
-        "generate", "generate_many", "has_request", "health", "load", "model_info", "score", "score_pairs", "several",
-        "snapshot", "start", "stats", "stream", "submit", "tokenize", "tokenizer",
+        "abort", "aclose", "block_changes", "classify", "debug_stats", "detokenize", "embed", "engine_stats",
+        "from_pretrained", "generate", "generate_many", "has_request", "health", "load", "model_info", "score",
+        "score_pairs", "several", "snapshot", "start", "stats", "stream", "submit", "tokenize", "tokenizer",
     }  # fmt: skip
 
 
 METHODS: dict[str, Callable[[AsyncEngine], Any]] = {
     "abort": lambda engine: engine.abort("name"),
+    "block_changes": lambda engine: engine.block_changes(1),
     "classify": lambda engine: engine.classify("text"),
     "debug_stats": lambda engine: engine.debug_stats(),
     "detokenize": lambda engine: engine.detokenize([300]),
