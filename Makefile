@@ -142,13 +142,15 @@ $(NODE_CLIENTS): tests/clients/node/package-lock.json
 	npm --prefix tests/clients/node ci --no-audit --no-fund
 	touch $@
 
-# Ray and Dynamo bring many packages. Their environment falls back on the packages of .venv.
+# The environment falls back on the packages of .venv. Packages that ai-dynamo wants for its planner are left out: some of them
+# are not on PyPI.
 integrations: install $(INTEGRATIONS)/.installed
 	$(INTEGRATIONS)/bin/python -m pytest -W default tests/integrations
 
 $(INTEGRATIONS)/.installed: constraints.txt
 	test -d $(@D) || $(PYTHON) -m venv $(@D)
-	$(@D)/bin/pip install --quiet --constraint $< ai-dynamo 'ray[serve]' pyzmq
+	$(@D)/bin/pip install --quiet --constraint $< --no-deps ai-dynamo ai-dynamo-runtime
+	$(@D)/bin/pip install --quiet --constraint $< 'ray[serve]' pyzmq
 	echo "import site; site.addsitedir('$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')')" \
 		> $$($(@D)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/engine.pth
 	touch $@
