@@ -7,12 +7,14 @@
 # make test-gpu  tests/gpu on a machine with one: GPU_PROCESSES at once (default: 8), then those that must be alone
 # make wheels  a source archive and wheels in dist/: for all versions of Python where docker runs, else for this machine
 # make clients   other projects' clients (lm_eval, LiteLLM, LangChain and others) against a server with the bundled model
+# make peers     llama-cpp-python in an environment of its own, for bench/peers_cpu.py (compiles for some minutes)
 # All set up .venv first: the package, editable, and for all but serve its development tools. PyPI's torch for Linux on x86-64
 # is the CUDA build; PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu in front of make takes the CPU build.
 
 PYTHON ?= python3
 VENV := .venv
 CLIENTS := .venv-clients
+PEERS := .venv-peers
 OPENAI_AGENTS := .venv-openai-agents
 NODE_CLIENTS := tests/clients/node/node_modules/.installed
 FUZZ_SECONDS ?= 600
@@ -31,7 +33,7 @@ SANITIZED = $(BIN)/cmake -S . -B build/$(1) -G Ninja -DCMAKE_MAKE_PROGRAM=$(absp
 # $(call step,TEXT,COMMAND) says what is done, and how long it took.
 step = @printf '\n== %s\n' $(1); begun=$$(date +%s); $(2) && printf '== done in %d s\n' $$(($$(date +%s) - begun))
 
-.PHONY: install serve test lint native asan tsan pytest test-gpu fuzz soak sanitize wheels clients clean
+.PHONY: install serve test lint native asan tsan pytest test-gpu fuzz soak sanitize wheels clients peers clean
 
 install: $(CORE) $(TOOLS)
 
@@ -140,7 +142,14 @@ $(NODE_CLIENTS): tests/clients/node/package-lock.json
 	npm --prefix tests/clients/node ci --no-audit --no-fund
 	touch $@
 
+peers: install $(PEERS)/.installed
+
+$(PEERS)/.installed:
+	test -d $(@D) || $(PYTHON) -m venv $(@D)
+	$(@D)/bin/pip install --quiet llama-cpp-python==0.3.36
+	touch $@
+
 clean:
-	rm -rf build dist $(VENV) $(CLIENTS) $(OPENAI_AGENTS) tests/clients/node/node_modules
+	rm -rf build dist $(VENV) $(PEERS) $(CLIENTS) $(OPENAI_AGENTS) tests/clients/node/node_modules
 
 COMMA := ,
