@@ -1,6 +1,6 @@
 """asyncengine: an LLM inference engine that lives inside one asyncio process."""
 
-from asyncengine._core import BlockMap, StepRecord
+from asyncengine._core import BlockChange, BlockMap, StepRecord
 from asyncengine.api.conversation import Conversation
 from asyncengine.api.field_docs import show_fields
 from asyncengine.api.logprobs import LogProb, TokenLogProbs
@@ -56,6 +56,7 @@ __version__ = VERSION
 __all__ = [
     "AsyncEngine",
     "AsyncEngineError",
+    "BlockChange",
     "BlockMap",
     "ChatMessage",
     "ClassificationOutput",

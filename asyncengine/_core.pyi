@@ -21,10 +21,8 @@ class Need(enum.IntFlag):
     bias = 8
     logprobs = 16
     mask = 32
-    drafts = 64
-    """Several tokens a step, verified on the device."""
-    vector = 128
-    """A record of the hidden state."""
+    drafts = 64  # several tokens a step, verified on the device
+    vector = 128  # a record of the hidden state
     mean = 256  # beside vector: of the mean over the prompt, which is computed whole; of any of a step's rows
     logits = 512  # beside mask: a record of the logits where the mask is missing
 
@@ -44,8 +42,7 @@ class EntryKind(enum.IntEnum):
 class RecordKind(enum.IntEnum):
     logprobs = 1
     """Rank of the token, then pairs of a token and the bits of its log probability: the chosen, top and named ones."""
-    vector = 2
-    """Bits of float32 numbers."""
+    vector = 2  # bits of float32 numbers
     logits = 3  # float32 [vocabulary], after penalties, biases and bans
 
 class FinishReason(enum.IntEnum):
@@ -53,10 +50,8 @@ class FinishReason(enum.IntEnum):
     stop = 1
     length = 2
     aborted = 3
-    failed = 4
-    """The logits of the sequence were not finite."""
-    step_failed = 5
-    """A step that the sequence was part of failed."""
+    failed = 4  # the logits of the sequence were not finite
+    step_failed = 5  # a step that the sequence was part of failed
 
 STEP_INPUT_LAYOUT: dict[str, int]
 """csrc/core/step_input.h by name: "magic", "max_stops", "flag.NAME", and in 32-bit words the size "TYPE_words" of each
@@ -73,8 +68,7 @@ class SamplingState:
     min_p: Final[float]
     top_k: Final[int]
     seed: Final[int]
-    needs: Final[int]
-    """Bits of Need."""
+    needs: Final[int]  # bits of Need
 
 class RequestExtras:
     """Requirements of a request beyond one token a step (csrc/core/request_extras.inl); the defaults cost nothing.
@@ -137,8 +131,7 @@ class StepBatch:
     num_rows: Final[int]
     num_samples: Final[int]
     num_lanes: Final[int]  # the last tokens, in which rows of the host cross
-    needs: Final[int]
-    """Bits of Need of the sampled rows."""
+    needs: Final[int]  # bits of Need of the sampled rows
     @property
     def input_ids(self) -> npt.NDArray[np.int64]:
         """[T] token ids."""
@@ -301,6 +294,7 @@ class SchedulerConfig:
         token_buckets: Sequence[int] = (), max_samples: int = 0, max_update_words: int = 0, max_result_words: int = 0,
         mask_words: int = 0, num_host_blocks: int = 0, costs: StepCosts = ..., targets: ItlTargets = ...,
         paced_chunk_size: int = 0, hybrid: HybridConfig = ..., window: int = 0, num_state_slots: int = 0,
+        num_block_events: int = 0,
     ) -> None: ...  # fmt: skip
 
 class CostPoint:
@@ -331,8 +325,11 @@ class StepCosts:
     def copy_ns(self, bytes: int, to_device: bool, /) -> int: ...
 
 class BlockManager:
-    def __init__(self, num_blocks: int, block_size: int, prefix_caching: bool) -> None: ...
+    def __init__(
+        self, num_blocks: int, block_size: int, prefix_caching: bool, num_host_blocks: int = 0, num_events: int = 0
+    ) -> None: ...
     num_free: Final[int]
+    def changes(self, most: int) -> list[BlockChange]: ...  # as StepLoop.block_changes
     def ref_count(self, block: int, /) -> int: ...
     def writable(self, block: int, /) -> bool: ...
     def allocate(self) -> int:
@@ -381,8 +378,7 @@ class SchedulerHarness:
     """Blocks, one for each reference of a transfer or a load."""
     loading: Final[list[tuple[int, int]]]
     """Request and index of each sequence that waits for blocks from the host, or for those that go there."""
-    running: Final[list[tuple[int, int]]]
-    """Request and index of each sequence that runs on the device."""
+    running: Final[list[tuple[int, int]]]  # request and index of each sequence that runs on the device
     def moves(self) -> list[tuple[int, int, int]]: ...  # transfer, block and host block of all that is under way
     def finish_moves(self, transfer: int, done: bool) -> None: ...
     def refuse_moves(self, count: int) -> None: ...  # the next transfers do not start
@@ -472,15 +468,11 @@ class Staging:
 
     def __init__(self, device: CudaDevice, config: StepLoopConfig, mode: str) -> None:
         """mode: that of EngineConfig.staging. Raises RuntimeError for a CUDA error, ValueError for another mode."""
-    mode: Final[str]
-    """pageable where memory could not be pinned."""
+    mode: Final[str]  # pageable where memory could not be pinned
     num_steps: Final[int]
-    input_stride: Final[int]
-    """Bytes of a StepInput's buffer."""
-    output_stride: Final[int]
-    """Bytes of a buffer of results, int64 words."""
-    output_words: Final[int]
-    """Words of it in use: heads, then records."""
+    input_stride: Final[int]  # bytes of a StepInput's buffer
+    output_stride: Final[int]  # bytes of a buffer of results, int64 words
+    output_words: Final[int]  # words of it in use: heads, then records
     records_begin: Final[int]
     """The first word of the records, and so the samples that there can be."""
     input: Final[int]
@@ -489,8 +481,7 @@ class Staging:
     """Host address of the first output buffer; the others follow."""
     masks: Final[int]
     """Host address of the masks, a row per slot: mask_head_words, then a bit per token."""
-    mask_stride: Final[int]
-    """Words from one row to the next; 0: there are none."""
+    mask_stride: Final[int]  # words from one row to the next; 0: there are none
     def set_device_buffers(self, input: int, output: int) -> None:
         """Set the device addresses that the copying modes copy inputs to and outputs from."""
 
@@ -610,8 +601,7 @@ class Record(tuple[RecordKind, int, bytes]):
     kind: RecordKind
     token: int
     """Place among the tokens of the token that it is of, or -1. Logits of a token still to come: their number."""
-    payload: bytes
-    """32-bit words."""
+    payload: bytes  # 32-bit words
 
 class SequenceNews(
     tuple[int, int, list[int], FinishReason, int, int, int, int, tuple[bytes, ...], tuple[Record, ...], int]
@@ -632,8 +622,7 @@ class SequenceNews(
     cached_tokens: int  # of the prompt, found in the prefix cache
     logprobs: tuple[bytes, ...]
     """Payloads of the log probabilities of ``tokens``: one for each that has some, in order."""
-    records: tuple[Record, ...]
-    """The others."""
+    records: tuple[Record, ...]  # the others
     host_tokens: int  # of ``tokens``, those made while the sequence decoded on the host
 
 class CpuLanes:
@@ -654,14 +643,23 @@ class StepRecord(NamedTuple):
     packed_ns: int = 0  # the step was scheduled and packed, and the launch began
     launched_ns: int = 0  # the launch returned; the device runs the step from then on, or once the step before is over
     ready_ns: int = 0  # the step thread saw that the device was done
-    committed_ns: int = 0
-    """The step's tokens were taken in, and offered to the event loop."""
+    committed_ns: int = 0  # the step's tokens were taken in, and offered to the event loop
     rows: int = 0  # sequences in it
     tokens: int = 0  # computed in it, of prompts too
-    decode_rows: int = 0
-    """Sequences of which it computes one more token, and no prompt."""
+    decode_rows: int = 0  # sequences of which it computes one more token, and no prompt
     predicted_ns: int = 0
     """Predicted duration, from the end of the step before or this step's launch; 0 where costs were not measured."""
+
+class BlockChange(NamedTuple):
+    """The block ``chain`` became known to the prefix cache (``stored``), is known no more (``removed``), or went to
+    other memory (``moved``). ``cleared``: changes before this one were lost; forget what they said."""
+
+    kind: str = "cleared"
+    on_host: bool = False  # the block is in the host's memory, or was; else in the device's
+    chain: int = 0  # never used for another block
+    parent: int = 0  # the chain before it, or the salt of a block that is the first of a prompt
+    is_first: bool = False
+    tokens: bytes = b""  # the block's token ids as int32, in the machine's byte order; empty if it was removed
 
 class BlockMap(NamedTuple):
     """The KV blocks in order, in cells of ``blocks_per_cell``, at most 1,024 cells.
@@ -736,6 +734,8 @@ class StepLoop:
         """Return the last recorded steps, oldest first."""
     def block_map(self) -> BlockMap:
         """As it was when this was called before: the step thread looks meanwhile."""
+    def block_changes(self, most: int) -> list[BlockChange]:
+        """Take the oldest changes of the prefix cache, with SchedulerConfig.num_block_events."""
     wake_fd: Final[int]
     """Readable when drain() has something."""
     error: Final[str]

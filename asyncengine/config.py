@@ -143,6 +143,9 @@ class EngineConfig:
     num_kv_blocks: int | None = None
     """Count of KV blocks; overrides kv_cache_memory_bytes."""
     enable_prefix_caching: bool = True
+    kv_events: bool = False
+    """Record which blocks the prefix cache gains and loses, for AsyncEngine.block_changes. Needs
+    enable_prefix_caching."""
     host_kv_memory_bytes: int | None = None
     """Host memory for KV blocks that the cache evicts. It is pinned for a GPU. Blocks come back when a prompt, or a
     sequence that was preempted, asks for them. None: no host tier. Needs enable_prefix_caching."""
@@ -231,6 +234,8 @@ class EngineConfig:
             raise ConfigError("dtype=float16 needs a GPU, got device=cpu: take bfloat16 or float32")
         if self.host_kv_memory_bytes is not None and not self.enable_prefix_caching:
             raise ConfigError("host_kv_memory_bytes needs enable_prefix_caching: its blocks are found as prefixes")
+        if self.kv_events and not self.enable_prefix_caching:
+            raise ConfigError("kv_events needs enable_prefix_caching: without it there are none")
         if self.disk_kv_path is not None and self.host_kv_memory_bytes is None:
             raise ConfigError("disk_kv_path needs host_kv_memory_bytes: blocks go to the disk from the host tier")
         if (self.host_kv_memory_bytes or 0) * self.data_parallel_size > total_memory():

@@ -31,6 +31,7 @@ from typing import Any
 
 from gpu_common import (
     BANDWIDTH,
+    CODE_BYTES,
     PROMPT_LEN,
     SHAPES,
     add_engine_options,
@@ -88,7 +89,7 @@ def main() -> None:
     parser.add_argument("--long", type=int, default=256)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--cache", choices=("cold", "warm"), default="cold", help="of compiled kernels, at start-up")
-    parser.add_argument("--quantization", choices=("none", "fp8"), default="none")
+    parser.add_argument("--quantization", choices=("none", *CODE_BYTES), default="none")
     parser.add_argument("--kv-cache-dtype", choices=("auto", "fp8"), default="auto")
     parser.add_argument("--json", default="bench/results/decode.json")
     parser.add_argument("--worker", nargs=2, metavar=("MODEL", "STARTED"), help=argparse.SUPPRESS)

@@ -32,6 +32,8 @@ BANDWIDTH = 4.4e12
 """Bytes per second: reads of device memory, measured on the H200."""
 ELEMENT_BYTES = 2
 """bfloat16, of weights and KV"""
+CODE_BYTES = {"fp8": 1.0, "int8": 1.0, "int4": 0.5 + 4 / 128}
+"""Bytes of a weight by ``quantization``. int4 has a float32 scale for 128 weights, the others for a row."""
 COPIED_BYTES = {"cuda": 4 << 30, "cpu": 256 << 20}
 COPIES = 10
 
@@ -98,8 +100,8 @@ def layer_parameters(c: ModelConfig, rows: int = 1) -> int:
 def weight_bytes(c: ModelConfig, quantization: str = "none", rows: int = 1) -> int:
     """Count the bytes of weights that a step of so many rows reads. It reads a few rows of the input embedding; it
     reads all of that only as the output's matrix."""
-    of_layers = 1 if quantization == "fp8" else ELEMENT_BYTES  # scales are a thousandth of that
-    return of_layers * layer_parameters(c, rows) + ELEMENT_BYTES * c.vocab_size * c.hidden_size
+    of_layers = CODE_BYTES.get(quantization, ELEMENT_BYTES)
+    return round(of_layers * layer_parameters(c, rows)) + ELEMENT_BYTES * c.vocab_size * c.hidden_size
 
 
 def kv_bytes_per_token(c: ModelConfig, kv_cache_dtype: str = "auto") -> int:

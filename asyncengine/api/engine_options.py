@@ -40,6 +40,7 @@ class EngineOptions(TypedDict, total=False):
     kv_cache_dtype: Literal["auto", "fp8"]
     num_kv_blocks: int | None
     enable_prefix_caching: bool
+    kv_events: bool
     host_kv_memory_bytes: int | None
     disk_kv_path: str | None
     disk_kv_bytes: int

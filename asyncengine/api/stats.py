@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Annotated, Literal, NamedTuple, Self
 
+from asyncengine._core import BlockChange as BlockChange
 from asyncengine._core import BlockMap, StepRecord, StepTokens
 
 
@@ -66,6 +67,8 @@ class EngineStats:
     blocks_to_disk: Annotated[int, Exported("counter", "KV blocks written to the disk tier.")]
     blocks_from_disk: Annotated[int, Exported("counter", "KV blocks read from the disk tier.")]
     failed_disk_transfers: Annotated[int, Exported("counter", "Reads and writes of the disk tier that failed.")]
+    kv_events_lost: Annotated[int, Exported("counter", "Changes of the prefix cache that found no room for a reader.")]
+    """Changes of the prefix cache that ``kv_events`` dropped, since nobody took the ones before."""
     step_tokens: Annotated[StepTokens, Exported("histogram", "Tokens computed in a step.", "iteration_tokens_total")]
     """Tokens that each step computed, of prompts and of outputs."""
 

@@ -67,6 +67,8 @@ def run(args: argparse.Namespace) -> int:
             raise ConfigError("no MODEL is given: put it before --served-model-name, which takes all words behind it")
         options.setdefault("served_model_name", BUNDLED_MODEL_NAME)
     config = ServerConfig(**options)
+    if config.kv_events_endpoint is not None:
+        args.kv_events = True
     check_model(args)
 
     async def load() -> Engine:

@@ -12,7 +12,7 @@ from dataclasses import fields, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
-from asyncengine._core import StepTokens
+from asyncengine._core import BlockChange, StepTokens
 from asyncengine.api.outputs import (
     ClassificationOutput,
     ContinuationScore,
@@ -238,6 +238,10 @@ class DataParallelEngine(AsyncEngine):
     def engine_stats(self) -> list[EngineStats]:
         """See ``AsyncEngine.engine_stats``. They are in the order of ``engines``."""
         return [engine.stats() for engine in self.engines]
+
+    def block_changes(self, most: int) -> list[list[BlockChange]]:
+        """See ``AsyncEngine.block_changes``. They are in the order of ``engines``."""
+        return [changes for engine in self.engines for changes in engine.block_changes(most)]
 
     def debug_stats(self) -> DebugStats:
         """Sums over the engines."""

@@ -35,6 +35,7 @@ from asyncengine.errors import RequestAbortedError
 from asyncengine.runner.backend import Backend, load_backend
 
 if TYPE_CHECKING:
+    from asyncengine._core import BlockChange
     from asyncengine.api.model_info import ModelInfo
     from asyncengine.text.tokenizer import Tokenizer
 
@@ -312,6 +313,15 @@ class AsyncEngine:
     def engine_stats(self) -> list[EngineStats]:
         """Return ``stats`` of each engine behind this one; there are several with data_parallel_size."""
         return [self.stats()]
+
+    def block_changes(self, most: int) -> list[list[BlockChange]]:
+        """Take the changes of the prefix cache since the last call, at most ``most`` of each engine behind this one.
+
+        An engine that is dead answers that all is cleared.
+
+        Raises ConfigError without EngineConfig.kv_events, EngineClosedError like ``model_info``, and WrongLoopError.
+        """
+        return [self._snapshots.block_changes(most)]
 
     def debug_stats(self) -> DebugStats:
         """Return counts of all that the engine holds, to look for leaks. Raises EngineClosedError like

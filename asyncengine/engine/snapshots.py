@@ -6,8 +6,9 @@ import asyncio
 import time
 from collections import deque
 
-from asyncengine.api.stats import DebugStats, EngineSnapshot, EngineStats, WakeRecord
+from asyncengine.api.stats import BlockChange, DebugStats, EngineSnapshot, EngineStats, WakeRecord
 from asyncengine.engine.life import Life
+from asyncengine.errors import ConfigError
 
 MOST_WAKES = 32
 """Recorded after a snapshot. Each costs the loop another turn, some 5 µs, which shows when its tasks are done."""
@@ -26,6 +27,14 @@ class Snapshots:
         """See ``AsyncEngine.stats``."""
         step_loop = self._life.loaded().step_loop
         return EngineStats.of(step_loop.stats(), step_loop.step_tokens())
+
+    def block_changes(self, most: int) -> list[BlockChange]:
+        """See ``AsyncEngine.block_changes``."""
+        if not self._life.config.kv_events:
+            raise ConfigError("the engine records no changes of its prefix cache: start it with kv_events")
+        step_loop = self._life.loaded().step_loop
+        self._life.check_loop()
+        return [BlockChange()] if step_loop.error else step_loop.block_changes(most)
 
     def debug_stats(self) -> DebugStats:
         """See ``AsyncEngine.debug_stats``."""

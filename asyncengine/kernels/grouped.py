@@ -19,8 +19,10 @@ SMALLEST_GROUP = 16
 
 _CLIPS = (1.0, 0.95, 0.9, 0.85, 0.8)
 """Largest elements that ``round_to_groups`` tries, in shares of a group's largest."""
-_ELEMENTS_AT_ONCE = 1 << 18
-_CODES = {INT4: torch.uint8, INT8: torch.int8, FLOAT8_GROUPS: FLOAT8}
+_ELEMENTS_AT_ONCE = {"cpu": 1 << 18, "meta": 1 << 18, "cuda": 1 << 25}
+"""By device: what a processor's cache holds, and enough to keep a GPU busy."""
+CODES = {INT4: torch.uint8, INT8: torch.int8, FLOAT8_GROUPS: FLOAT8}
+"""dtypes of codes"""
 
 
 def is_group_size(size: int, columns: int) -> bool:
@@ -46,8 +48,8 @@ def make_grouped(
     """A weight of the tensors of its format. Raises ValueError for shapes or dtypes that do not fit."""
     n, k = codes.shape[0], codes.shape[1] * (2 if form == INT4 else 1)
     groups = scales.shape[1] if scales.dim() == 2 and scales.shape[1] else 0
-    if codes.dtype != _CODES[form] or scales.dtype not in (torch.float32, torch.float16):
-        raise ValueError(f"{form} has codes of {_CODES[form]} and scales of float32 or float16, got {codes.dtype}")
+    if codes.dtype != CODES[form] or scales.dtype not in (torch.float32, torch.float16):
+        raise ValueError(f"{form} has codes of {CODES[form]} and scales of float32 or float16, got {codes.dtype}")
     if len(scales) != n or not groups or k % groups or not is_group_size(k // groups, k):
         raise ValueError(f"scales {list(scales.shape)} do not fit a weight [{n}, {k}]")
     tensors = {"codes": codes, "scales": scales}
@@ -89,10 +91,14 @@ def round_to_groups(
     while weight.shape[1] % size and size > SMALLEST_GROUP:
         size //= 2
     size = size if weight.shape[1] % size == 0 else weight.shape[1]
-    rows = max(1, _ELEMENTS_AT_ONCE // weight.shape[1])
+    rows = _rows_at_once(weight)
     parts = [_round_rows(form, part, size, scale_dtype) for part in torch.split(weight, rows)]
     codes, scales = (torch.cat(tensors) for tensors in zip(*parts, strict=True))
     return make_grouped(form, codes, scales)
+
+
+def _rows_at_once(weight: Tensor) -> int:
+    return max(1, _ELEMENTS_AT_ONCE[weight.device.type] // weight.shape[1])
 
 
 def _round_rows(form: str, weight: Tensor, size: int, scale_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -115,7 +121,7 @@ def _round_rows(form: str, weight: Tensor, size: int, scale_dtype: torch.dtype) 
 
 def squared_error(packed: PackedWeight, weight: Tensor) -> float:
     """Sum of squares of what the codes of a packed weight, in its own order, change of a weight [N, K]."""
-    rows, total = max(1, _ELEMENTS_AT_ONCE // weight.shape[1]), 0.0
+    rows, total = _rows_at_once(weight), 0.0
     for first in range(0, len(weight), rows):
         tensors = {name: tensor[first : first + rows] for name, tensor in packed.tensors.items()}
         part = make_grouped(packed.format, tensors["codes"], tensors["scales"])

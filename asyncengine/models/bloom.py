@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from asyncengine.kernels.ops import AttentionLayer, Batch, Handle, KVSpec, ModelOps, Norm, Residual
+from asyncengine.kernels.ops import AttentionLayer, Batch, KVSpec, ModelOps, Residual
 from asyncengine.models.alibi import (
     PLACES,
     FusedAttentionBlock,
@@ -12,8 +12,8 @@ from asyncengine.models.alibi import (
     query_places,
 )
 from asyncengine.models.config import ModelConfig, RawConfig, require_full_attention
-from asyncengine.models.decoder import Decoder, DecoderLayer, MLPBlock
-from asyncengine.models.weights.shard import Cut
+from asyncengine.models.decoder import Decoder, DecoderLayer
+from asyncengine.models.fused import FusedModules, head_size
 from asyncengine.models.weights.source import WeightSource
 
 _ALIASES = {"num_hidden_layers": "n_layer", "num_attention_heads": "n_head", "n_embed": "hidden_size"}
@@ -26,9 +26,7 @@ def read_config(raw: RawConfig) -> ModelConfig:
     raw.require("slow_but_exact", False)
     hidden_size = raw.integer("hidden_size", 64)
     num_layers, num_heads = raw.integer("n_layer", 2), raw.integer("n_head", 8)
-    if hidden_size % num_heads:
-        raise raw.unsupported(f"hidden_size = {hidden_size} over {num_heads} heads")
-    dim = hidden_size // num_heads
+    dim = head_size(raw, "hidden_size", hidden_size, num_heads)
     max_positions = check_positions(raw, raw.integer("seq_length", 2048))
     require_full_attention(raw, num_layers, max_positions)
     return ModelConfig(
@@ -52,48 +50,30 @@ def read_config(raw: RawConfig) -> ModelConfig:
     )
 
 
-def _norm(config: ModelConfig, weights: WeightSource, name: str) -> Norm:
-    weight, bias = (weights.tensor(f"{name}.{part}", config.hidden_size) for part in ("weight", "bias"))
-    return Norm(weight, bias, config.norm_eps)
-
-
-def _layer(config: ModelConfig, index: int, weights: WeightSource, ops: ModelOps) -> DecoderLayer:
-    prefix, hidden, inner = f"transformer.h.{index}", config.hidden_size, config.intermediate_size
+def _layer(modules: FusedModules, index: int) -> DecoderLayer:
+    config, ops = modules.config, modules.ops
+    prefix, hidden = f"transformer.h.{index}", config.hidden_size
     dim, scale = config.head_dim - PLACES, config.layer_scales[index]
-
-    def linear(name: str, out_size: int, in_size: int, cut: Cut) -> Handle:
-        module = f"{prefix}.{name}"
-        weight = weights.weight(module, out_size, in_size, cut=cut)
-        return ops.make_linear([weight], [weights.bias(module, out_size, cut=cut)])
-
-    places = query_places(bloom_slopes(config.num_heads), scale, weights.dtype).to(ops.device)
+    places = query_places(bloom_slopes(config.num_heads), scale, modules.weights.dtype).to(ops.device)
     attention = FusedAttentionBlock(
-        norm=_norm(config, weights, f"{prefix}.input_layernorm"),
-        qkv=linear("self_attention.query_key_value", 3 * hidden, hidden, "rows"),
+        norm=modules.norm(f"{prefix}.input_layernorm"),
+        qkv=modules.linear(f"{prefix}.self_attention.query_key_value", 3 * hidden, hidden, "rows"),
         layer=AttentionLayer(config.num_heads, None, None, scale, 0),
-        output=linear("self_attention.dense", hidden, hidden, "columns"),
+        output=modules.linear(f"{prefix}.self_attention.dense", hidden, hidden, "columns"),
         heads=FusedHeads(config.num_heads, config.num_heads, dim, by_group=True, places=places),
     )
-    mlp = MLPBlock(
-        norm=_norm(config, weights, f"{prefix}.post_attention_layernorm"),
-        up=linear("mlp.dense_h_to_4h", inner, hidden, "rows"),
-        activation=config.activation,
-        down=linear("mlp.dense_4h_to_h", hidden, inner, "columns"),
-    )
-    return DecoderLayer(attention, mlp)
+    norm = modules.norm(f"{prefix}.post_attention_layernorm")
+    return DecoderLayer(attention, modules.mlp(norm, f"{prefix}.mlp.dense_h_to_4h", f"{prefix}.mlp.dense_4h_to_h"))
 
 
 class BloomForCausalLM(Decoder):
     """Loaded while it is built. ``max_positions`` is not needed: no table has positions."""
 
     def __init__(self, config: ModelConfig, weights: WeightSource, ops: ModelOps, max_positions: int) -> None:
-        table = weights.table(config.embedding, config.vocab_size, config.hidden_size)
-        embedding = ops.make_embedding(table, tied=config.tie_word_embeddings)
-        self._embedding_norm = _norm(config, weights, "transformer.word_embeddings_layernorm")
-        layers = [_layer(config, i, weights, ops) for i in range(config.num_layers)]
-        norm = _norm(config, weights, "transformer.ln_f")
-        head = embedding if config.tie_word_embeddings else ops.make_head(weights.table(*config.head_shape))
-        super().__init__(ops, layers, embedding=embedding, norm=norm, head=head)
+        modules = FusedModules(config, weights, ops)
+        self._embedding_norm = modules.norm("transformer.word_embeddings_layernorm")
+        layers = [_layer(modules, i) for i in range(config.num_layers)]
+        super().__init__(ops, layers, **modules.ends("transformer.ln_f"))
 
     def embed(self, batch: Batch) -> Residual:
         residual = super().embed(batch)

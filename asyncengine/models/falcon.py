@@ -5,7 +5,9 @@ transformers rounds the products of slopes and positions to bfloat16. Here they 
 
 from __future__ import annotations
 
-from asyncengine.kernels.ops import Activation, AttentionLayer, Handle, KVSpec, ModelOps, Norm
+from torch import Tensor
+
+from asyncengine.kernels.ops import Activation, AttentionLayer, KVSpec, ModelOps
 from asyncengine.models.alibi import (
     PLACES,
     FusedAttentionBlock,
@@ -15,11 +17,11 @@ from asyncengine.models.alibi import (
     query_places,
 )
 from asyncengine.models.config import LayerNorms, ModelConfig, RawConfig, require_full_attention
-from asyncengine.models.decoder import Decoder, DecoderLayer, Layer, MLPBlock, ParallelLayer
+from asyncengine.models.decoder import Decoder, DecoderLayer, Layer, ParallelLayer
 from asyncengine.models.files import excerpt
+from asyncengine.models.fused import FusedModules, head_size
 from asyncengine.models.rope_settings import read_rope, scaled_positions
 from asyncengine.models.rotary import rotary_table
-from asyncengine.models.weights.shard import Cut
 from asyncengine.models.weights.source import WeightSource
 
 _ACTIVATIONS: dict[str, Activation] = {"gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh"}
@@ -29,9 +31,7 @@ def read_config(raw: RawConfig) -> ModelConfig:
     raw = raw.renamed({"n_embed": "hidden_size", "n_layer": "num_hidden_layers", "n_head": "num_attention_heads"})
     hidden_size = raw.integer("hidden_size", 4544)
     num_layers, num_heads = raw.integer("num_hidden_layers", 32), raw.integer("num_attention_heads", 71)
-    if hidden_size % num_heads:
-        raise raw.unsupported(f"hidden_size = {hidden_size} over {num_heads} heads")
-    dim, grouped = hidden_size // num_heads, raw.flag("new_decoder_architecture", False)
+    dim, grouped = head_size(raw, "hidden_size", hidden_size, num_heads), raw.flag("new_decoder_architecture", False)
     alibi = raw.flag("alibi", False)
     num_kv_heads = num_heads if raw.values.get("num_kv_heads") is None else raw.integer("num_kv_heads")
     if not grouped:
@@ -87,48 +87,33 @@ def _norm_names(parallel: bool, two: bool) -> LayerNorms:
     return LayerNorms(before_attention="input_layernorm", before_mlp=behind)
 
 
+def _layer(modules: FusedModules, index: int, cos_sin: Tensor | None, places: Tensor | None) -> Layer:
+    config, names = modules.config, modules.config.layer_norms
+    prefix, hidden, kv_heads = f"transformer.h.{index}", config.hidden_size, config.num_kv_heads
+    dim = hidden // config.num_heads
+    norm = modules.norm(f"{prefix}.{names.before_attention}")
+    qkv_size = hidden + 2 * kv_heads * dim
+    attention = FusedAttentionBlock(
+        norm=norm,
+        qkv=modules.linear(f"{prefix}.self_attention.query_key_value", qkv_size, hidden, "rows"),
+        layer=AttentionLayer(config.num_heads, None, cos_sin, config.layer_scales[index], 0),
+        output=modules.linear(f"{prefix}.self_attention.dense", hidden, hidden, "columns"),
+        heads=FusedHeads(config.num_heads, kv_heads, dim, by_group=True, places=places),
+    )
+    if names.before_mlp is not None:
+        norm = modules.norm(f"{prefix}.{names.before_mlp}")
+    mlp = modules.mlp(norm, f"{prefix}.mlp.dense_h_to_4h", f"{prefix}.mlp.dense_4h_to_h")
+    return ParallelLayer(attention, mlp) if config.parallel_blocks else DecoderLayer(attention, mlp)
+
+
 class FalconForCausalLM(Decoder):
     """Loaded while it is built."""
 
     def __init__(self, config: ModelConfig, weights: WeightSource, ops: ModelOps, max_positions: int) -> None:
-        hidden, rope = config.hidden_size, config.layer_ropes[0]
-        table = weights.table(config.embedding, config.vocab_size, hidden)
-        embedding = ops.make_embedding(table, tied=config.tie_word_embeddings)
+        modules, rope = FusedModules(config, weights, ops, biased=config.mlp_bias), config.layer_ropes[0]
         cos_sin = None if rope is None else rotary_table(rope, config.head_dim, max_positions).to(ops.device)
         places = None
         if config.positions_in_keys:  # scores are scaled with their biases
             places = query_places(bloom_slopes(config.num_heads), 1.0, weights.dtype).to(ops.device)
-
-        def norm(name: str) -> Norm:
-            weight, bias = (weights.tensor(f"transformer.{name}.{part}", hidden) for part in ("weight", "bias"))
-            return Norm(weight, bias, config.norm_eps)
-
-        def layer(index: int) -> Layer:
-            prefix, inner = f"h.{index}", config.intermediate_size
-            dim = hidden // config.num_heads
-
-            def linear(name: str, out_size: int, in_size: int, cut: Cut) -> Handle:
-                module = f"transformer.{prefix}.{name}"
-                weight = weights.weight(module, out_size, in_size, cut=cut)
-                return ops.make_linear([weight], [weights.bias(module, out_size, cut=cut) if config.mlp_bias else None])
-
-            names = config.layer_norms
-            before = norm(f"{prefix}.{names.before_attention}")
-            attention = FusedAttentionBlock(
-                norm=before,
-                qkv=linear("self_attention.query_key_value", hidden + 2 * config.num_kv_heads * dim, hidden, "rows"),
-                layer=AttentionLayer(config.num_heads, None, cos_sin, config.layer_scales[index], 0),
-                output=linear("self_attention.dense", hidden, hidden, "columns"),
-                heads=FusedHeads(config.num_heads, config.num_kv_heads, dim, by_group=True, places=places),
-            )
-            mlp = MLPBlock(
-                norm=before if names.before_mlp is None else norm(f"{prefix}.{names.before_mlp}"),
-                up=linear("mlp.dense_h_to_4h", inner, hidden, "rows"),
-                activation=config.activation,
-                down=linear("mlp.dense_4h_to_h", hidden, inner, "columns"),
-            )
-            return ParallelLayer(attention, mlp) if config.parallel_blocks else DecoderLayer(attention, mlp)
-
-        layers = [layer(i) for i in range(config.num_layers)]
-        head = embedding if config.tie_word_embeddings else ops.make_head(weights.table(*config.head_shape))
-        super().__init__(ops, layers, embedding=embedding, norm=norm("ln_f"), head=head)
+        layers = [_layer(modules, i, cos_sin, places) for i in range(config.num_layers)]
+        super().__init__(ops, layers, **modules.ends("transformer.ln_f"))

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from asyncengine.kernels.ops import Activation, AttentionLayer, Handle, KVSpec, ModelOps, Norm
+from asyncengine.kernels.ops import Activation, AttentionLayer, KVSpec, ModelOps
 from asyncengine.models.config import ModelConfig, RawConfig, require_full_attention
-from asyncengine.models.decoder import AttentionBlock, Decoder, DecoderLayer, MLPBlock
+from asyncengine.models.decoder import AttentionBlock, Decoder, DecoderLayer
 from asyncengine.models.files import excerpt
-from asyncengine.models.weights.shard import Cut
+from asyncengine.models.fused import FusedModules, head_size
 from asyncengine.models.weights.source import WeightSource
 
 # The names under which transformers knows the exact GELU and its tanh approximation.
@@ -36,9 +36,7 @@ def read_config(raw: RawConfig) -> ModelConfig:
     hidden_size = raw.integer("n_embd", 768)
     num_layers = raw.integer("n_layer", 12)
     num_heads = raw.integer("n_head", 12)
-    if hidden_size % num_heads:
-        raise raw.unsupported(f"n_embd = {hidden_size} over {num_heads} heads")
-    head_dim = hidden_size // num_heads
+    head_dim = head_size(raw, "n_embd", hidden_size, num_heads)
     max_positions = raw.integer("n_positions", 1024)
     windows = require_full_attention(raw, num_layers, max_positions)
     scale = head_dim**-0.5 if raw.flag("scale_attn_weights", True) else 1.0
@@ -63,46 +61,25 @@ def read_config(raw: RawConfig) -> ModelConfig:
     )
 
 
-def _layer(config: ModelConfig, index: int, weights: WeightSource, ops: ModelOps) -> DecoderLayer:
-    prefix = f"transformer.h.{index}"
-    hidden, inner = config.hidden_size, config.intermediate_size
-
-    def linear(name: str, out_size: int, in_size: int, cut: Cut, blocks: int = 1) -> Handle:
-        module = f"{prefix}.{name}"
-        weight = weights.weight(module, out_size, in_size, cut=cut, blocks=blocks, transposed=True)
-        return ops.make_linear([weight], [weights.bias(module, out_size, cut=cut, blocks=blocks)])
-
+def _layer(modules: FusedModules, index: int) -> DecoderLayer:
+    prefix, config = f"transformer.h.{index}", modules.config
+    hidden = config.hidden_size
     attention = AttentionBlock(
-        norm=_norm(config, weights, f"{prefix}.ln_1"),
-        qkv=linear("attn.c_attn", 3 * hidden, hidden, "rows", blocks=3),
+        norm=modules.norm(f"{prefix}.ln_1"),
+        qkv=modules.linear(f"{prefix}.attn.c_attn", 3 * hidden, hidden, "rows", blocks=3),
         layer=AttentionLayer(config.num_heads, None, None, config.layer_scales[index], 0),
-        output=linear("attn.c_proj", hidden, hidden, "columns"),
+        output=modules.linear(f"{prefix}.attn.c_proj", hidden, hidden, "columns"),
     )
-    mlp = MLPBlock(
-        norm=_norm(config, weights, f"{prefix}.ln_2"),
-        up=linear("mlp.c_fc", inner, hidden, "rows"),
-        activation=config.activation,
-        down=linear("mlp.c_proj", hidden, inner, "columns"),
-    )
-    return DecoderLayer(attention, mlp)
-
-
-def _norm(config: ModelConfig, weights: WeightSource, name: str) -> Norm:
-    weight, bias = (weights.tensor(f"{name}.{part}", config.hidden_size) for part in ("weight", "bias"))
-    return Norm(weight, bias, config.norm_eps)
+    norm = modules.norm(f"{prefix}.ln_2")
+    return DecoderLayer(attention, modules.mlp(norm, f"{prefix}.mlp.c_fc", f"{prefix}.mlp.c_proj"))
 
 
 class GPT2LMHeadModel(Decoder):
     """Loaded while it is built. ``max_positions`` is not needed: the table of positions is a weight."""
 
     def __init__(self, config: ModelConfig, weights: WeightSource, ops: ModelOps, max_positions: int) -> None:
-        hidden = config.hidden_size
-        table = weights.table(config.embedding, config.vocab_size, hidden)
-        embedding = ops.make_embedding(table, tied=config.tie_word_embeddings, copy=True)
-        position_table = weights.tensor("transformer.wpe.weight", config.max_positions, hidden)
-        layers = [_layer(config, i, weights, ops) for i in range(config.num_layers)]
-        norm = _norm(config, weights, "transformer.ln_f")
-        head = embedding
-        if not config.tie_word_embeddings:
-            head = ops.make_head(weights.table(*config.head_shape))
-        super().__init__(ops, layers, embedding=embedding, norm=norm, head=head, position_table=position_table)
+        modules = FusedModules(config, weights, ops, transposed=True)
+        position_table = weights.tensor("transformer.wpe.weight", config.max_positions, config.hidden_size)
+        layers = [_layer(modules, i) for i in range(config.num_layers)]
+        ends = modules.ends("transformer.ln_f", copy=True)
+        super().__init__(ops, layers, **ends, position_table=position_table)

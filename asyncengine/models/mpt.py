@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import math
 
-import torch
-
-from asyncengine.kernels.ops import AttentionLayer, Handle, KVSpec, ModelOps, Norm
+from asyncengine.kernels.ops import AttentionLayer, KVSpec, ModelOps
 from asyncengine.models.alibi import (
     PLACES,
     FusedAttentionBlock,
@@ -16,8 +14,8 @@ from asyncengine.models.alibi import (
     query_places,
 )
 from asyncengine.models.config import ModelConfig, RawConfig, require_full_attention
-from asyncengine.models.decoder import Decoder, DecoderLayer, MLPBlock
-from asyncengine.models.weights.shard import Cut
+from asyncengine.models.decoder import Decoder, DecoderLayer
+from asyncengine.models.fused import FusedModules, head_size
 from asyncengine.models.weights.source import WeightSource
 
 _ALIASES = {"hidden_size": "d_model", "num_hidden_layers": "n_layers", "num_attention_heads": "n_heads"}
@@ -40,9 +38,7 @@ def read_config(raw: RawConfig) -> ModelConfig:
         source.require(key, value)
     hidden_size = raw.integer("d_model", 2048)
     num_layers, num_heads = raw.integer("n_layers", 24), raw.integer("n_heads", 16)
-    if hidden_size % num_heads:
-        raise raw.unsupported(f"d_model = {hidden_size} over {num_heads} heads")
-    dim = hidden_size // num_heads
+    dim = head_size(raw, "d_model", hidden_size, num_heads)
     max_positions = check_positions(raw, raw.integer("max_seq_len", 2048))
     require_full_attention(raw, num_layers, max_positions)
     scale = dim**-0.5 if attention.values.get("softmax_scale") is None else attention.number("softmax_scale")
@@ -69,43 +65,26 @@ def read_config(raw: RawConfig) -> ModelConfig:
     )
 
 
-def _norm(config: ModelConfig, weights: WeightSource, name: str) -> Norm:
-    weight = weights.tensor(f"{name}.weight", config.hidden_size)
-    return Norm(weight, torch.zeros_like(weight), config.norm_eps)
-
-
-def _layer(config: ModelConfig, index: int, weights: WeightSource, ops: ModelOps) -> DecoderLayer:
-    prefix, hidden, inner = f"transformer.blocks.{index}", config.hidden_size, config.intermediate_size
+def _layer(modules: FusedModules, index: int) -> DecoderLayer:
+    config, ops = modules.config, modules.ops
+    prefix, hidden = f"transformer.blocks.{index}", config.hidden_size
     dim, scale, count = config.head_dim - PLACES, config.layer_scales[index], config.num_heads
-
-    def linear(name: str, out_size: int, in_size: int, cut: Cut, blocks: int = 1) -> Handle:
-        weight = weights.weight(f"{prefix}.{name}", out_size, in_size, cut=cut, blocks=blocks)
-        return ops.make_linear([weight], [None])
-
-    places = query_places(power_slopes(count), scale, weights.dtype).to(ops.device)
+    places = query_places(power_slopes(count), scale, modules.weights.dtype).to(ops.device)
     attention = FusedAttentionBlock(
-        norm=_norm(config, weights, f"{prefix}.norm_1"),
-        qkv=linear("attn.Wqkv", 3 * hidden, hidden, "rows", blocks=3),
+        norm=modules.norm(f"{prefix}.norm_1"),
+        qkv=modules.linear(f"{prefix}.attn.Wqkv", 3 * hidden, hidden, "rows", blocks=3),
         layer=AttentionLayer(count, None, None, scale, 0),
-        output=linear("attn.out_proj", hidden, hidden, "columns"),
+        output=modules.linear(f"{prefix}.attn.out_proj", hidden, hidden, "columns"),
         heads=FusedHeads(count, count, dim, by_group=False, places=places, largest=config.largest_head),
     )
-    mlp = MLPBlock(
-        norm=_norm(config, weights, f"{prefix}.norm_2"),
-        up=linear("ffn.up_proj", inner, hidden, "rows"),
-        activation=config.activation,
-        down=linear("ffn.down_proj", hidden, inner, "columns"),
-    )
-    return DecoderLayer(attention, mlp)
+    norm = modules.norm(f"{prefix}.norm_2")
+    return DecoderLayer(attention, modules.mlp(norm, f"{prefix}.ffn.up_proj", f"{prefix}.ffn.down_proj"))
 
 
 class MptForCausalLM(Decoder):
     """Loaded while it is built. ``max_positions`` is not needed: no table has positions."""
 
     def __init__(self, config: ModelConfig, weights: WeightSource, ops: ModelOps, max_positions: int) -> None:
-        table = weights.table(config.embedding, config.vocab_size, config.hidden_size)
-        embedding = ops.make_embedding(table, tied=config.tie_word_embeddings)
-        layers = [_layer(config, i, weights, ops) for i in range(config.num_layers)]
-        norm = _norm(config, weights, "transformer.norm_f")
-        head = embedding if config.tie_word_embeddings else ops.make_head(weights.table(*config.head_shape))
-        super().__init__(ops, layers, embedding=embedding, norm=norm, head=head)
+        modules = FusedModules(config, weights, ops, biased=False, biased_norms=False)
+        layers = [_layer(modules, i) for i in range(config.num_layers)]
+        super().__init__(ops, layers, **modules.ends("transformer.norm_f"))

@@ -135,7 +135,13 @@ def scheduler_config(
         hybrid=hybrid_config(config, model_info, costs),
         window=model_info.window,
         num_state_slots=model_info.num_state_slots,
+        num_block_events=_block_events(model_info) if config.kv_events else 0,
     )
+
+
+def _block_events(model_info: ModelInfo) -> int:
+    """The whole cache may change between two looks of a reader: each block is removed, and another stored."""
+    return min(2**20, max(4096, 2 * (model_info.num_kv_blocks + model_info.num_host_kv_blocks)))
 
 
 def _result_words(config: EngineConfig, model_info: ModelInfo) -> int:

@@ -14,6 +14,7 @@ from asyncengine.server.keys import ApiKey, check_key, read_keys
 from asyncengine.server.parsing.names import checked_parser
 
 _MODE = re.compile(r"0?[0-7]{3}", re.ASCII)
+_ENDPOINT = re.compile(r"tcp://(\*|[\w.:\[\]-]+):(\d{1,5}|\*)|ipc://\S+", re.ASCII)
 _ORIGIN = re.compile(r"\*|null|[a-z][a-z0-9+.-]*://[^/\s]+")
 
 
@@ -55,6 +56,13 @@ class ServerConfig:
     metrics_prefix: Literal["asyncengine", "vllm"] = "asyncengine"
     """Prefix of the names at /metrics. vllm gives metrics that vLLM has its names, labels and buckets, for dashboards
     and routers that read those."""
+    kv_events_endpoint: str | None = None
+    """Publish events of the KV cache over ZeroMQ in vLLM's wire format at this address, such as tcp://*:5557 or
+    ipc:///run/events. They show the tokens of prompts to whoever connects. Needs pyzmq (asyncengine[kv-events])."""
+    kv_events_replay_endpoint: str | None = None
+    """Address where subscribers ask for batches of events that they missed. The last 10,000 are kept."""
+    kv_events_topic: str = ""
+    """First frame of each message; such as kv@POD@MODEL for the router of llm-d."""
     max_request_bytes: int = 32 * 2**20
     """Largest request body."""
     max_request_values: int = 500_000
@@ -121,6 +129,15 @@ class ServerConfig:
             raise ConfigError("ssl_keyfile needs ssl_certfile")
         if self.root_path and not re.fullmatch(r"(/[\w.~-]+)+", self.root_path, re.ASCII):
             raise ConfigError(f"root_path must be like /llm, without a slash at its end, got {self.root_path!r}")
+        for name in ("kv_events_endpoint", "kv_events_replay_endpoint"):
+            endpoint = getattr(self, name)
+            if endpoint is not None and not _ENDPOINT.fullmatch(endpoint):
+                raise ConfigError(f"{name} must be like tcp://*:5557 or ipc:///run/events, got {endpoint!r}")
+        for name in ("kv_events_replay_endpoint", "kv_events_topic"):
+            if getattr(self, name) and self.kv_events_endpoint is None:
+                raise ConfigError(f"{name} needs kv_events_endpoint")
+        if len(self.kv_events_topic) > 256:
+            raise ConfigError(f"kv_events_topic may have 256 characters, got {len(self.kv_events_topic)}")
         for origin in self.cors_origins:
             if isinstance(self.cors_origins, str) or not isinstance(origin, str) or not _ORIGIN.fullmatch(origin):
                 raise ConfigError(f"cors_origins must hold origins such as https://example.org, got {origin!r}")

@@ -19,7 +19,7 @@ from asyncengine.api.outputs import (
     RequestOutput,
 )
 from asyncengine.api.request import Prompt, SamplingParams
-from asyncengine.api.stats import EngineSnapshot, EngineStats
+from asyncengine.api.stats import BlockChange, EngineSnapshot, EngineStats
 from asyncengine.text.tokenizer import Tokenizer
 
 
@@ -72,6 +72,7 @@ class Engine(Protocol):
 
     def stats(self) -> EngineStats: ...
     def engine_stats(self) -> list[EngineStats]: ...
+    def block_changes(self, most: int) -> list[list[BlockChange]]: ...
     def snapshot(self) -> EngineSnapshot: ...
     async def submit(
         self,

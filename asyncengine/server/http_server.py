@@ -19,6 +19,7 @@ from asyncengine.server.config import ServerConfig
 from asyncengine.server.connection import Connection, Watch
 from asyncengine.server.engine_api import Engine
 from asyncengine.server.example import example_request
+from asyncengine.server.kv_events import published
 
 if TYPE_CHECKING:
     from asyncengine.server.tls import Handshakes
@@ -153,24 +154,31 @@ async def serve(config: ServerConfig, load: Callable[[], Awaitable[Engine]], sto
         started = time.monotonic()
         server.app.engine = engine = await load()
         try:
-            _log_ready(server, engine, time.monotonic() - started)
-            await _until(stop, engine, config.exit_on_death)
-            if not stop.is_set():
-                logger.critical("the engine is dead: the process ends, so that a supervisor can start it anew")
-                with suppress(TimeoutError):
-                    async with asyncio.timeout(_DEATH_DRAIN_S):
-                        await server.app.idle()
-                raise EngineDeadError("the engine is dead")
-            logger.info("shutting down: running requests get %g s to finish", config.shutdown_timeout_s)
-            drained = await server.drain()
-            if not drained:
-                logger.warning("cutting the requests that are still running")
+            await _serve_until(stop, server, engine, config, started)
         finally:
             # Aborts what still runs, so that its streams end with an error event and are cut.
             await engine.aclose(drain=False)
     finally:
         await server.aclose()
     logger.info("stopped")
+
+
+async def _serve_until(
+    stop: asyncio.Event, server: HttpServer, engine: Engine, config: ServerConfig, started: float
+) -> None:
+    """Serve with a loaded engine until ``stop`` is set, then drain. Raises EngineDeadError."""
+    async with published(config, engine):
+        _log_ready(server, engine, time.monotonic() - started)
+        await _until(stop, engine, config.exit_on_death)
+        if not stop.is_set():
+            logger.critical("the engine is dead: the process ends, so that a supervisor can start it anew")
+            with suppress(TimeoutError):
+                async with asyncio.timeout(_DEATH_DRAIN_S):
+                    await server.app.idle()
+            raise EngineDeadError("the engine is dead")
+        logger.info("shutting down: running requests get %g s to finish", config.shutdown_timeout_s)
+        if not await server.drain():
+            logger.warning("cutting the requests that are still running")
 
 
 def _log_ready(server: HttpServer, engine: Engine, seconds: float) -> None:

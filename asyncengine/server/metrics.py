@@ -6,7 +6,8 @@ The event loop is the only writer, so counters and histograms are plain numbers:
 
 from __future__ import annotations
 
-from bisect import bisect_left
+import math
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import accumulate
 from typing import Literal, NamedTuple, get_type_hints
@@ -48,7 +49,7 @@ _BOUNDS: dict[MetricsPrefix, _Bounds] = {
                      640., 2560.),
         request=(.3, .5, .8, 1., 1.5, 2., 2.5, 5., 10., 15., 20., 30., 40., 50., 60., 120., 240., 480., 960., 1920.,
                  7680.),
-        tokens=_TOKENS,
+        tokens=(*_TOKENS, 2e6, 5e6, 1e7),
     ),
 }
 _OF_VLLM = frozenset((
@@ -79,9 +80,11 @@ class Histogram:
         self.counts[bisect_left(self.bounds, value)] += times
         self.total += value * times
 
-    def buckets(self) -> list[tuple[str, float]]:
-        """Cumulative counts by upper bound, as the exposition format wants them."""
-        return _buckets(self.bounds, self.counts)
+    def buckets(self, most: float = math.inf) -> list[tuple[str, float]]:
+        """Cumulative counts by upper bound, as the exposition format wants them. ``most``: no value is above it, and
+        bounds above it are left out."""
+        used = bisect_right(self.bounds, most)
+        return _buckets(self.bounds[:used], (*self.counts[:used], sum(self.counts[used:])))
 
 
 class Metrics(Collector):
@@ -148,6 +151,8 @@ class Metrics(Collector):
         if engine is not None:
             yield from _engine_metrics(engine.engine_stats(), prefix, name)
             yield _cache_config(engine.model_info, len(engine.engine_stats()), prefix, name)
+        # vLLM's buckets of tokens end with the context.
+        most_tokens = engine.model_info.max_model_len if engine is not None and prefix == "vllm" else math.inf
         text = "Bytes of request bodies that are being received or parsed."
         held = GaugeMetricFamily("asyncengine:request_body_bytes", text, labels=["model_name"])
         held.add_metric([name], self._body_bytes())
@@ -171,7 +176,8 @@ class Metrics(Collector):
             ("request_max_num_generation_tokens", "Tokens of its longest sequence.", self.longest_generation),
         ):
             family = HistogramMetricFamily(f"{prefix}:{suffix}", text, labels=labels)
-            family.add_metric(label, data.buckets(), data.total)
+            most = most_tokens if data.bounds is _BOUNDS[prefix].tokens else math.inf
+            family.add_metric(label, data.buckets(most), data.total)
             yield family
         for suffix, text, places in (
             ("inter_token_latency", "Between the tokens of a stream.", self.inter_token_latency),

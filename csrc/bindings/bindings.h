@@ -13,6 +13,7 @@
 #include <utility>
 #include <vector>
 
+#include "core/block_events.h"
 #include "core/sequence.h"
 
 namespace asyncengine {
@@ -46,6 +47,10 @@ py::handle to_python(FinishReason reason);
 // A member of RecordKind, borrowed.
 py::handle record_kind(uint32_t kind);
 
+// The oldest changes of the prefix cache, at most `most`, which leave the ring.
+py::list block_changes(BlockEvents& events, size_t most);
+
+void bind_block_changes(py::module_& m);
 void bind_wire(py::module_& m);
 void bind_cpu_kernels(py::module_& m);
 void bind_core(py::module_& m);

@@ -41,6 +41,7 @@ void check_config(const SchedulerConfig& c) {
           "max_num_batched_tokens must leave room for lanes beside max_num_seqs");
   require(c.paced_chunk_size >= 0, "chunks must not be negative");
   require(c.window >= 0, "window must not be negative");
+  require(c.num_block_events >= 0, "num_block_events must not be negative");
   require(c.num_state_slots == 0 || c.num_state_slots >= c.max_num_seqs, "num_state_slots must be 0, or max_num_seqs at least");
   require(c.num_state_slots == 0 || !c.hybrid.any(), "sequences with a state do not decode on the host");
 }
@@ -101,11 +102,15 @@ void bind_core(py::module_& m) {
            })
       .def_readonly_static("ENOUGH_TOKENS", &HybridConfig::kEnoughTokens);
 
+  bind_block_changes(m);
   bind_record<ItlTargets>(m, "ItlTargets", check_targets);
   bind_record<SchedulerConfig>(m, "SchedulerConfig", check_config);
 
   py::class_<BlockManager>(m, "BlockManager")
-      .def(py::init<int32_t, int32_t, bool>(), py::arg("num_blocks"), py::arg("block_size"), py::arg("prefix_caching"))
+      .def(py::init<int32_t, int32_t, bool, int32_t, int32_t>(), py::arg("num_blocks"), py::arg("block_size"),
+           py::arg("prefix_caching"), py::arg("num_host_blocks") = 0, py::arg("num_events") = 0)
+      .def(
+          "changes", [](BlockManager& self, size_t most) { return block_changes(self.events(), most); }, py::arg("most"))
       .def_property_readonly("num_free", &BlockManager::num_free)
       .def("ref_count", &BlockManager::ref_count)
       .def("writable", &BlockManager::writable)

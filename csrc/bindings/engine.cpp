@@ -319,6 +319,8 @@ void bind_engine(py::module_& m) {
       .def("watch", &StepLoop::watch, py::arg("on"))
       .def("last_steps", &last_steps, py::arg("most"))
       .def("block_map", &block_map)
+      .def(
+          "block_changes", [](StepLoop& self, size_t most) { return block_changes(self.block_events(), most); }, py::arg("most"))
       .def_property_readonly("wake_fd", &StepLoop::wake_fd)
       .def_property_readonly("error", &StepLoop::error)
       .def_property_readonly("quiescent", &StepLoop::quiescent);

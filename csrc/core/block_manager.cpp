@@ -4,11 +4,13 @@
 
 namespace asyncengine {
 
-BlockManager::BlockManager(int32_t num_blocks, int32_t block_size, bool prefix_caching, int32_t num_host_blocks)
+BlockManager::BlockManager(int32_t num_blocks, int32_t block_size, bool prefix_caching, int32_t num_host_blocks, int32_t num_events)
     : block_size_(block_size),
       prefix_caching_(prefix_caching),
       states_(static_cast<size_t>(num_blocks) + 1),
-      index_(num_blocks + num_host_blocks, block_size) {
+      index_(num_blocks + num_host_blocks, block_size),
+      events_(static_cast<size_t>(num_events), block_size, num_blocks) {
+  if (events_.on()) index_.tell(events_);
   states_.back() = {0, num_blocks, num_blocks};
   for (int32_t b = 0; b < num_blocks; ++b) link(b, states_.back().prev, num_blocks);
   if (num_host_blocks == 0) return;

@@ -23,7 +23,8 @@ namespace asyncengine {
 // was evicted), or a copy of a block that is still on the device. The last two are evicted by least recent use unless pinned.
 class BlockManager {
  public:
-  BlockManager(int32_t num_blocks, int32_t block_size, bool prefix_caching, int32_t num_host_blocks = 0);
+  // `num_events`: changes of the prefix cache that events() has room for; 0: none is recorded.
+  BlockManager(int32_t num_blocks, int32_t block_size, bool prefix_caching, int32_t num_host_blocks = 0, int32_t num_events = 0);
 
   int32_t num_blocks() const { return static_cast<int32_t>(states_.size()) - 1; }
   int32_t block_size() const { return block_size_; }
@@ -81,6 +82,9 @@ class BlockManager {
   Chain chain_of(int32_t block) const { return index_.chain_of(block); }
 
   bool prefix_caching() const { return prefix_caching_; }
+  // Changes of the prefix cache. Another thread may drain them.
+  BlockEvents& events() { return events_; }
+  const BlockEvents& events() const { return events_; }
   // Snapshots of states go with the chains that they are known by.
   void tell_of_evictions(StatePool& snapshots) { snapshots_ = &snapshots; }
 
@@ -169,6 +173,7 @@ class BlockManager {
   int64_t num_references_ = 0;
   HugeVector<State> states_;  // by block; the last one is the sentinel of the free queue
   PrefixIndex index_;
+  BlockEvents events_;
   StatePool* snapshots_ = nullptr;
 
   std::vector<HostState> host_;      // by host block; the last one is the sentinel of their queue, least recently used first

@@ -2,21 +2,14 @@
 // construction.
 #pragma once
 
-#include <compare>
 #include <cstddef>
 #include <cstdint>
 
+#include "core/block_events.h"
 #include "core/huge_pages.h"
+#include "core/prefix_chain.h"
 
 namespace asyncengine {
-
-// The predecessor of a block: another block, by the chain id of its entry, or nothing but the salt that separates tenants.
-struct Chain {
-  uint64_t id = 0;
-  bool root = true;  // id is a salt
-
-  auto operator<=>(const Chain&) const = default;
-};
 
 // Every entry has a chain id that is never used again. An entry is keyed by (chain before it, tokens of the block), so
 // equality of one block implies, by induction, equality of the whole prefix and of the salt: the hash only finds
@@ -39,6 +32,8 @@ class PrefixIndex {
   bool contains(int32_t block) const { return entries_[static_cast<size_t>(block)].chain != 0; }
   Chain chain_of(int32_t block) const { return {entries_[static_cast<size_t>(block)].chain, false}; }
   bool consistent() const;
+  // Changes are recorded there from now on.
+  void tell(BlockEvents& events) { events_ = &events; }
 
  private:
   struct Cell {
@@ -60,6 +55,7 @@ class PrefixIndex {
   int32_t block_size_;
   int shift_;
   uint64_t next_chain_ = 1;
+  BlockEvents* events_ = nullptr;
   HugeVector<Cell> cells_;      // linear probing, at most half full
   HugeVector<Entry> entries_;  // by block
   HugeVector<int32_t> tokens_;  // by block, block_size each

@@ -5,7 +5,7 @@
 namespace asyncengine {
 
 Roster::Roster(const SchedulerConfig& config)
-    : blocks_(config.num_blocks, config.block_size, config.prefix_caching, config.num_host_blocks),
+    : blocks_(config.num_blocks, config.block_size, config.prefix_caching, config.num_host_blocks, config.num_block_events),
       tables_(config.max_num_seqs, config.max_blocks_per_sequence()),
       states_(config.max_num_seqs, config.num_state_slots),
       slots_(static_cast<size_t>(config.max_num_seqs)),

@@ -88,6 +88,7 @@ Stats& Scheduler::stats() {
   stats_.num_free_slots = static_cast<int64_t>(roster_.num_free_slots());
   stats_.cached_blocks = blocks.num_cached();
   stats_.block_references = blocks.num_references();
+  stats_.kv_events_lost = blocks.events().num_lost();
   stats_.num_snapshots = roster_.states().num_snapshots();
   stats_.cached_snapshots = roster_.states().num_cached();
   stats_.pinned_snapshots = roster_.states().num_pinned();

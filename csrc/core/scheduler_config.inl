@@ -22,3 +22,4 @@ FIELD(HybridConfig, hybrid, {})      // needs host blocks
 FIELD(int32_t, window, 0)  // tokens that the layers with keys and values see, the most that one does; 0: one sees all
 // State slots of layers that keep a state: one for each slot, and behind them those of snapshots. 0: no layer keeps one.
 FIELD(int32_t, num_state_slots, 0)
+FIELD(int32_t, num_block_events, 0)  // changes of the prefix cache that wait for a reader at most; 0: none is recorded

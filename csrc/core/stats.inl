@@ -31,6 +31,7 @@ STAT(blocks_from_host)      // sum
 STAT(failed_transfers)      // sum: copies between the two that came to nothing
 STAT(blocks_to_disk)        // sum
 STAT(blocks_from_disk)      // sum
+STAT(kv_events_lost)        // sum: changes of the prefix cache that found no room
 STAT(failed_disk_transfers)  // sum: reads and writes that came to nothing
 
 // The step thread's.

@@ -87,6 +87,8 @@ class StepLoop {
   std::vector<StepRecord> last_steps(size_t most) const { return watch_.last(most); }
   // The map as it was found last time, and how many blocks a cell has; the next one is made meanwhile.
   std::pair<std::vector<BlockCell>, int32_t> block_map();
+  // Changes of the prefix cache, for one thread to drain.
+  BlockEvents& block_events() { return scheduler_.blocks().events(); }
   bool quiescent() const { return quiescent_.load(std::memory_order_acquire); }
 
  private:

@@ -57,6 +57,7 @@ engine
 __init__  testing
 server
 cli
+integrations
 examples
 __main__
 """

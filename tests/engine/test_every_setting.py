@@ -192,6 +192,16 @@ async def hits(**config: Any) -> tuple[bool, ...]:
         return stats.prefix_cache_hits > 0, stats.blocks_to_host > 0, stats.blocks_to_disk > 0
 
 
+async def changes(**config: Any) -> Any:
+    """Kinds of the changes of the prefix cache, or the error of an engine that records none."""
+    async with testing.SimulatedEngine(num_kv_blocks=32, max_model_len=256, **config) as engine:
+        await engine.generate(PROMPT, GREEDY_TOKENS)
+        try:
+            return {change.kind for change in engine.block_changes(100)[0]}
+        except AsyncEngineError as e:
+            return str(e)
+
+
 async def disk(**config: Any) -> Any:
     """``hits``, or the error of a directory that holds no block."""
     try:
@@ -385,6 +395,7 @@ CHANGES = {
     "kv_cache_dtype": Change(story, "auto", "fp8"),
     "num_kv_blocks": Change(fits, 4096, 4),
     "enable_prefix_caching": Change(hits, True, False),
+    "kv_events": Change(changes, False, True),
     "host_kv_memory_bytes": Change(hits, None, 1 << 20),
     "disk_kv_path": Change(hits, None, InFolder(lambda folder: folder), HOST),
     "disk_kv_bytes": Change(disk, 1 << 30, 1, HOST | {"disk_kv_path": InFolder(lambda folder: folder)}),

@@ -93,12 +93,16 @@ GROUPED_PRODUCTS = """
 from tests.kernels.compile_for import install
 compiled = install()
 import torch
+from asyncengine.kernels.cuda.gpu import H200
+from asyncengine.kernels.cuda.linear.coded import coded_linear
+from asyncengine.kernels.cuda.linear.formats.registry import FORMATS
 from asyncengine.kernels.cuda.linear.grouped import GroupedMatrix, multiply
+from asyncengine.kernels.cuda.linear.plan import Site
 from asyncengine.kernels.weight import FLOAT8_GROUPS, INT4, INT8
 
 def matrix(form, dtype, table=None, offsets=None):
     codes = torch.empty(96, 128 if form == INT4 else 256, dtype=dtype)
-    scales = torch.empty(96, 2 if table is None else 16)
+    scales = torch.empty(2 if table is None else 16, 96)
     return GroupedMatrix(form, codes, scales, scales if offsets else None, table, None)
 
 for weight in (
@@ -108,6 +112,14 @@ for weight in (
     for rows in (1, 20, 300):
         x = torch.empty(rows, 256, dtype=torch.bfloat16)
         multiply(x, weight, x[0, :96] if rows == 20 else None, torch.bfloat16)
+        if weight.scales_sums and rows < 300:
+            for dtype in (torch.bfloat16, torch.float16)[:rows]:
+                site = Site(48, 256, rows, "none", "silu_mul", False, False, weight.form)
+                plan = FORMATS[weight.form].pattern(site, H200)
+                coded_linear(
+                    x.to(dtype), weight, plan, out=torch.empty(rows, 48, dtype=dtype),
+                    activation="silu_mul", arrivals=torch.empty(9, dtype=torch.int32), pdl=True,
+                )
 for name, kernel in compiled.items():
     multiply = [word for word in ("wgmma", "mma.sync") if word in kernel.asm["ptx"]]
     print(name.split()[0] + "".join(":" + word for word in multiply))
@@ -115,9 +127,11 @@ for name, kernel in compiled.items():
 
 
 def test_products_of_weights_in_codes_compile(tmp_path):
-    """One row without tensor cores, few with them, and weights unpacked for many."""
+    """``multiply`` has a kernel of one row without tensor cores, one of few rows with them, and one that unpacks
+    weights for many. ``coded_linear`` has one kernel, which converts pairs of codes by instructions of its own."""
     compiled = run(tmp_path, "-c", GROUPED_PRODUCTS)
-    assert sorted(compiled) == ["_product_kernel"] * 4 + ["_product_kernel:mma.sync"] * 4 + ["_unpack_kernel"] * 4
+    others = ["_product_kernel"] * 4 + ["_product_kernel:mma.sync"] * 4 + ["_unpack_kernel"] * 4
+    assert sorted(compiled) == [*others, *["coded_kernel:mma.sync"] * 9]
 
 
 TMA_PLANS = """

@@ -13,6 +13,7 @@ from asyncengine._core import CpuKernels
 from asyncengine.kernels.cpu.linear.handle import CpuLinearHandle
 from asyncengine.kernels.cpu.ops import CpuOps
 from asyncengine.kernels.cuda.linear.formats.base import as_tensor
+from asyncengine.kernels.cuda.linear.grouped import GroupedMatrix
 from asyncengine.kernels.cuda.ops import CudaOps
 from asyncengine.kernels.cuda.rows.norms import norm_rows
 from asyncengine.kernels.grouped import group_size, make_grouped, pack_nibbles, round_to_groups, unpack, unpack_nibbles
@@ -140,24 +141,39 @@ def test_weights_that_say_no_dtype_are_unpacked() -> None:
     assert_within(ops.multiply(x, ops.make_linear(weights, [None, None]), NO_STEP), exact, sizes * 1e-6)
 
 
+CODED = {
+    "int4": {"form": INT4, "group": 128},
+    "int4 in half tiles": {"form": INT4, "group": 64, "offsets": True},
+    "int4 with offsets": {"form": INT4, "group": 256, "offsets": True, "order": True, "dtype": torch.float16},
+    "int8": {"form": INT8, "group": 512},
+    "int8 with offsets": {"form": INT8, "group": 128, "offsets": True},
+    "float8": {"form": FLOAT8_GROUPS, "group": 128},
+}
+"""Weights that the kernel of coded.py multiplies."""
+ON_THE_GPU = [*((settings, 192) for settings in KINDS.values()), *((settings, 512) for settings in CODED.values())]
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("kind", KINDS)
-def test_products_of_the_gpu(kind: str, dtype: torch.dtype, device: torch.device) -> None:
+@pytest.mark.parametrize(("settings", "columns"), ON_THE_GPU, ids=[*KINDS, *(f"{name}, coded" for name in CODED)])
+def test_products_of_the_gpu(settings: dict[str, Any], columns: int, dtype: torch.dtype, device: torch.device) -> None:
     """By one row, by tensor cores, and for many rows by a library, behind a norm and with an activation."""
     ops = CudaOps(device)
-    weights = [random_grouped(rows=40, columns=192, seed=7, **KINDS[kind]) for _ in range(2)]
+    weights = [random_grouped(rows=40, columns=columns, seed=7, **settings) for _ in range(2)]
     weights = [replace(w, tensors={name: t.to(device) for name, t in w.tensors.items()}) for w in weights]
     bias = torch.randn(40).to(dtype).to(device)
     handle = ops.make_linear(weights, [bias, None])
+    assert isinstance(handle.weight, GroupedMatrix)
+    coded = columns == 512  # by a kernel that rounds no weight
+    assert handle.weight.scales_sums == coded
     for rows in (1, 20, 257):
-        x = torch.randn(rows, 192, generator=torch.Generator().manual_seed(1)).to(dtype).to(device)
-        exact, sizes = exact_products(weights, x, bias, True)
+        x = torch.randn(rows, columns, generator=torch.Generator().manual_seed(1)).to(dtype).to(device)
+        exact, sizes = exact_products(weights, x, bias, not coded)
         bound = sizes * (2e-6 if dtype == torch.float32 else 2.0**-7)
         assert_within(ops.linear(x, handle, NO_STEP), exact, bound)
         if rows == 20:
-            norm = Norm(torch.rand(192).to(dtype).to(device), None, 1e-6)
+            norm = Norm((torch.rand(columns) / (16 if coded else 1)).to(dtype).to(device), None, 1e-6)
             made = ops.norm_linear(ops.residual(x, NO_STEP), norm, handle, NO_STEP, "silu_mul")
-            gate, up = exact_products(weights, norm_rows(x, norm, pdl=False), bias, True)[0].chunk(2, 1)
+            gate, up = exact_products(weights, norm_rows(x, norm, pdl=False), bias, not coded)[0].chunk(2, 1)
             assert_within(made, F.silu(gate) * up, 2.0**-6 * (gate.abs() * up.abs() + up.abs() + gate.abs() + 1))
             residual = ops.residual(torch.ones(20, 80, dtype=dtype, device=device), NO_STEP)
             ops.linear_add_(x, handle, residual, NO_STEP)

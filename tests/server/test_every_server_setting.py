@@ -15,10 +15,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import zmq
+import zmq.asyncio
 
+from asyncengine import SamplingParams, testing
 from asyncengine.errors import ConfigError, EngineDeadError
 from asyncengine.server.config import ServerConfig
 from asyncengine.server.http_server import serve
+from asyncengine.server.kv_events import published
 from tests.server.fake_engine import FakeEngine
 from tests.server.harness import CHAT, COMPLETIONS, USER, raw_post, serving
 from tests.server.test_server_connections import deaf_socket
@@ -215,6 +219,23 @@ async def death(**config: Any) -> Any:
     return None
 
 
+async def events(**config: Any) -> Any:
+    """Return the addresses that events are published at, and the topic of the first."""
+    async with (
+        testing.SimulatedEngine(num_kv_blocks=8, max_model_len=64, kv_events=True) as engine,
+        published(ServerConfig(**config), engine) as publisher,
+    ):
+        if publisher is None:
+            return None
+        with zmq.asyncio.Context() as context, context.socket(zmq.SUB) as subscriber:
+            subscriber.subscribe("")
+            subscriber.connect(publisher.addresses()[0])
+            async with asyncio.timeout(30):
+                while not await subscriber.poll(50):  # until the subscription has arrived
+                    await engine.generate([3 + byte for byte in os.urandom(40)], SamplingParams(max_tokens=2))
+                return publisher.addresses(), (await subscriber.recv_multipart())[0]
+
+
 @dataclasses.dataclass(frozen=True)
 class Change:
     """A field's two values, and where the difference is seen. {} stands for the test's folder."""
@@ -232,6 +253,7 @@ def free_port() -> int:
         return int(listening.getsockname()[1])
 
 
+EVENTS: dict[str, Any] = {"kv_events_endpoint": "ipc://{}/events"}
 LIMITED: dict[str, Any] = {"max_request_bytes": 250_000}
 PORT: dict[str, Any] = {"port": free_port()}
 
@@ -251,6 +273,9 @@ CHANGES = {
     "root_path": Change(below_root, "", "/llm"),
     "public_metrics": Change(keys, False, True, {"api_key": "secret"}),
     "metrics_prefix": Change(metric_names, "asyncengine", "vllm"),
+    "kv_events_endpoint": Change(events, None, "ipc://{}/events"),
+    "kv_events_replay_endpoint": Change(events, None, "ipc://{}/again", EVENTS),
+    "kv_events_topic": Change(events, "", "kv@pod", EVENTS),
     "max_request_bytes": Change(completion(prompt="x" * 1000), 1000_000, 500),
     "max_request_values": Change(completion(logit_bias={"65": 1}), 1000, 5),
     "max_inflight_body_bytes": Change(held, 500_000, 250_000, LIMITED),

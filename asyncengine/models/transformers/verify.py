@@ -67,7 +67,7 @@ def verify(model: Any, sites: Sequence[Site], mix: Callable[..., Tensor], vocab_
 
 def find_wait(model: Any, sites: Sequence[Site], mix: Callable[..., Tensor]) -> str:
     """The place in the model's code at which a step waits for the device; empty if there is none."""
-    ids = torch.arange(_SECOND)
+    ids = torch.arange(_SECOND, device=_device(model))  # a copy from the host would be found
     return first_wait(lambda: _run(model, ids, _Plain(sites, (_SECOND,), mix)))
 
 
@@ -103,16 +103,21 @@ def _outputs(model: Any, layers: Sequence[nn.Module], ids: Tensor, hooks: _Plain
 
 def _run(model: Any, ids: Tensor, hooks: _Plain) -> Tensor:
     """The input of the head, [1, T, H]."""
-    weight = model.get_output_embeddings().weight
-    head = Head(weight.new_zeros(1))
-    positions = torch.cat([torch.arange(n) for n in hooks.lengths])
-    ids, positions = (x[None].to(weight.device) for x in (ids, positions))
+    device = _device(model)
+    head = Head(model.get_output_embeddings().weight.new_zeros(1))
+    positions = torch.cat([torch.arange(n, device=device) for n in hooks.lengths])[None]
+    ids = ids.to(device)[None]
     # A model that makes masks would read the positions, to see whether there are several texts.
     more = {"attention_mask": torch.ones_like(ids)} if hooks.masks else {}
     with torch.inference_mode(), hooked(hooks), stubbed(model, head):
         model(input_ids=ids, position_ids=positions, use_cache=False, **more)
     assert head.x is not None
     return head.x
+
+
+def _device(model: Any) -> torch.device:
+    device: torch.device = model.get_output_embeddings().weight.device
+    return device
 
 
 def _differ(x: Tensor, y: Tensor) -> bool:

@@ -8,12 +8,17 @@ from dataclasses import replace
 from asyncengine.kernels.cuda.gpu import Gpu
 from asyncengine.kernels.cuda.linear.choose import fallback
 from asyncengine.kernels.cuda.linear.formats.registry import format_of_kind, shared_bytes
-from asyncengine.kernels.cuda.linear.plan import SKINNY_ROWS, Plan, Site
+from asyncengine.kernels.cuda.linear.grouped import TILE
+from asyncengine.kernels.cuda.linear.plan import SKINNY_ROWS, Plan, Site, round_rows
+from asyncengine.kernels.weight import GROUPED
 
 
 def candidates(site: Site, gpu: Gpu) -> Iterator[Plan]:
     """Plans worth measuring, ``fallback`` first; tma plans only where the card runs them."""
     yield fallback(site)
+    if site.weight in GROUPED:
+        yield from _coded(site, gpu)
+        return
     gated = site.activation == "silu_mul"
     whole = () if site.activation == "argmax" else (*_vector(site), *_skinny(site), *_tiled(site, gpu))
     for plan in (*whole, *(_tma(site, gpu) if gpu.tma else ())):
@@ -21,6 +26,20 @@ def candidates(site: Site, gpu: Gpu) -> Iterator[Plan]:
             yield plan
             if format_of_kind(site.weight).own_rows and plan.fused_norm:
                 yield replace(plan, fused_norm=False)
+
+
+def _coded(site: Site, gpu: Gpu) -> Iterator[Plan]:
+    for rows in sorted({min(most, max(8, round_rows(site.rows))) for most in (16, 64)}):
+        for columns, warps in ((32, 2), (64, 2), (64, 4), (128, 4)):
+            blocks = -(-site.rows // rows)
+            for split in (1, 2, 4, 8):
+                programs = -(-site.weight_rows // columns) * blocks * split
+                if programs < gpu.multiprocessors // 2 or (split > 1 and programs > 8 * gpu.multiprocessors):
+                    continue
+                for stages in (3, 4):
+                    plan = Plan("coded", columns, TILE, warps, rows, split, stages, fused_norm=False)
+                    if rows * columns <= 128 * 32 * warps // 4 and plan.fits(site.columns, site.inner, gated=False):
+                        yield plan
 
 
 def _packed(site: Site) -> float:

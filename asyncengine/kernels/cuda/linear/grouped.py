@@ -19,11 +19,12 @@ from torch import Tensor
 
 from asyncengine.kernels.cuda.launch.compiling import kernel
 from asyncengine.kernels.cuda.launch.programmatic import must_widen
+from asyncengine.kernels.grouped import unpack_nibbles
 from asyncengine.kernels.weight import INT4
 
 MAX_ROWS = 256
 """Beyond, weights are unpacked for a library's product."""
-_STEP = 128
+TILE = 128
 """Columns of the weight that a program decodes at a time."""
 
 
@@ -34,10 +35,11 @@ class GroupedMatrix:
     form: str
     """a name of kernels/weight.py"""
     codes: Tensor
-    """[N, K / 2] of INT4, else [N, K]"""
+    """[N, K / 2] of INT4, in tiles if TILE divides K (see ``in_tiles``), else [N, K]"""
     scales: Tensor
-    """[N, K / G]"""
+    """[K / G, N]"""
     offsets: Tensor | None
+    """[K / G, N]"""
     table: Tensor | None
     order: Tensor | None
     """int32 [K]"""
@@ -47,6 +49,17 @@ class GroupedMatrix:
         return torch.Size((len(self.codes), self.codes.shape[1] * (2 if self.form == INT4 else 1)))
 
     @property
+    def group(self) -> int:
+        """Number of columns that share a scale."""
+        return self.shape[1] // len(self.scales)
+
+    @property
+    def scales_sums(self) -> bool:
+        """True if the kernel of coded.py multiplies it: each half of a tile lies in one group of plain numbers."""
+        smallest = TILE // 2 if self.form == INT4 else TILE
+        return self.table is None and self.shape[1] % TILE == 0 and self.group % smallest == 0
+
+    @property
     def nbytes(self) -> int:
         return sum(t.nbytes for t in (self.codes, self.scales, self.offsets, self.table, self.order) if t is not None)
 
@@ -54,21 +67,36 @@ class GroupedMatrix:
         return len(self.codes)
 
 
+def in_tiles(codes: Tensor) -> Tensor:
+    """Bytes uint8 [N, K / 2] of int4, whose low halves are even columns, in tiles: byte i of a tile has its columns i
+    and i + TILE / 2. As they are if TILE does not divide K."""
+    if codes.shape[1] % (TILE // 2):
+        return codes
+    halves = unpack_nibbles(codes).view(len(codes), -1, 2, TILE // 2)
+    return (halves[:, :, 0] | halves[:, :, 1] << 4).view(codes.shape)
+
+
 @triton.jit
-def _decode(codes, scales, offsets, table, row, first, K: tl.constexpr, BK: tl.constexpr, G: tl.constexpr):
-    """The weights of rows [BN] and columns [first, first + BK) in float32; zeros behind the last column."""
+def _decode(codes, scales, offsets, table, row, first, columns, K: tl.constexpr, BK: tl.constexpr, G: tl.constexpr):
+    """The weights of rows [BN] of [columns] and columns [first, first + BK) in float32; zeros behind the last column.
+
+    BK is TILE.
+    """
     BN: tl.constexpr = row.shape[0]
     GROUPS: tl.constexpr = BK // G if G < BK else 1
     if codes.dtype.element_ty == tl.uint8:
         pair = first // 2 + tl.arange(0, BK // 2)
         packed = tl.load(codes + row[:, None] * (K // 2) + pair[None, :], mask=(pair < K // 2)[None, :], other=0)
-        index = tl.interleave(packed & 15, packed >> 4).to(tl.int32)
+        if K % BK == 0:  # in tiles
+            index = tl.reshape(tl.permute(tl.join(packed & 15, packed >> 4), (0, 2, 1)), [BN, BK]).to(tl.int32)
+        else:
+            index = tl.interleave(packed & 15, packed >> 4).to(tl.int32)
         numbers = index.to(tl.float32) - 8.0 if table is None else tl.load(table + index)
     else:
         k = first + tl.arange(0, BK)
         numbers = tl.load(codes + row[:, None] * K + k[None, :], mask=(k < K)[None, :], other=0.0).to(tl.float32)
     group = first // G + tl.arange(0, GROUPS)
-    at = row[:, None] * (K // G) + group[None, :]
+    at = group[None, :].to(tl.int64) * columns + row[:, None]
     there = (group < K // G)[None, :]
     scale = tl.load(scales + at, mask=there, other=0.0).to(tl.float32)
     w = tl.reshape(numbers, [BN, GROUPS, BK // GROUPS]) * scale[:, :, None]
@@ -104,7 +132,7 @@ def _product_kernel(
     dtype: tl.constexpr = x.dtype.element_ty
     acc = tl.zeros([BN, BK if BM == 1 else BM], tl.float32)
     for first in tl.range(0, K, BK):
-        w = _decode(codes, scales, offsets, table, row, first, K, BK, G).to(dtype)
+        w = _decode(codes, scales, offsets, table, row, first, columns, K, BK, G).to(dtype)
         k = first + tl.arange(0, BK)
         if BM == 1:
             acc += w.to(tl.float32) * tl.load(x + k, mask=k < K, other=0.0).to(tl.float32)[None, :]
@@ -128,7 +156,7 @@ def _unpack_kernel(
     """out [N, K] = the weight, its columns in the order of the codes."""
     n = tl.program_id(0) * BN + tl.arange(0, BN)
     first = tl.program_id(1) * BK
-    w = _decode(codes, scales, offsets, table, tl.minimum(n, columns - 1).to(tl.int64), first, K, BK, G)
+    w = _decode(codes, scales, offsets, table, tl.minimum(n, columns - 1).to(tl.int64), first, columns, K, BK, G)
     k = first + tl.arange(0, BK)
     to = out + n.to(tl.int64)[:, None] * K + k[None, :]
     tl.store(to, w.to(out.dtype.element_ty), mask=(n < columns)[:, None] & (k < K)[None, :])
@@ -152,7 +180,7 @@ def multiply(x: Tensor, weight: GroupedMatrix, bias: Tensor | None, dtype: torch
         block_columns, warps = 32 if columns <= 1 << 13 else 64, 4
     _product_kernel[(triton.cdiv(columns, block_columns), triton.cdiv(rows, block_rows))](
         x, weight.codes, weight.scales, weight.offsets, weight.table, bias, out, rows, columns, x.stride(0),
-        K=inner, G=_group(weight), BM=block_rows, BN=block_columns, BK=_STEP, WIDEN=must_widen(x.dtype),
+        K=inner, G=weight.group, BM=block_rows, BN=block_columns, BK=TILE, WIDEN=must_widen(x.dtype),
         num_warps=warps, num_stages=3,
     )  # fmt: skip
     return out
@@ -162,12 +190,8 @@ def unpack(weight: GroupedMatrix, dtype: torch.dtype) -> Tensor:
     """The matrix [N, K] that the codes stand for, its columns in their order."""
     columns, inner = weight.shape
     out = torch.empty(columns, inner, dtype=dtype, device=weight.codes.device)
-    _unpack_kernel[(triton.cdiv(columns, 32), triton.cdiv(inner, _STEP))](
-        weight.codes, weight.scales, weight.offsets, weight.table, out, columns, K=inner, G=_group(weight), BN=32,
-        BK=_STEP, num_warps=4,
+    _unpack_kernel[(triton.cdiv(columns, 32), triton.cdiv(inner, TILE))](
+        weight.codes, weight.scales, weight.offsets, weight.table, out, columns, K=inner, G=weight.group, BN=32,
+        BK=TILE, num_warps=4,
     )  # fmt: skip
     return out
-
-
-def _group(weight: GroupedMatrix) -> int:
-    return weight.shape[1] // weight.scales.shape[1]

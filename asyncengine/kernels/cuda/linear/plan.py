@@ -16,7 +16,7 @@ MAX_ROWS = 256
 SKINNY_ROWS = 32
 
 NormKind = Literal["none", "rms", "layer"]
-PlanKind = Literal["vector", "skinny", "tiled", "tma", "cublas"]
+PlanKind = Literal["vector", "skinny", "tiled", "tma", "coded", "cublas"]
 WeightKind: TypeAlias = str
 """Name, in a site, of how weights are stored: one of the kinds of a format (see formats/base.py)."""
 FusedActivation = Literal["silu_mul", "gelu", "gelu_tanh"]
@@ -58,7 +58,8 @@ def norm_kind(norm: Norm | None) -> NormKind:
 class Plan:
     """A kernel of this folder and its tiles, or cuBLAS between kernels for the rest.
 
-    For float8 weights cuBLAS stands for torch's scaled product.
+    For float8 weights cuBLAS stands for torch's scaled product. For weights in codes it stands for ``multiply`` of
+    grouped.py.
     """
 
     kind: PlanKind
@@ -101,6 +102,8 @@ class Plan:
         """Return whether the plan can multiply weights of this shape. The answer does not depend on a norm."""
         if self.kind == "cublas":
             return True
+        if self.kind == "coded":
+            return inner % self.inner == 0 and inner // self.inner >= self.split
         if self.kind == "tma" and (self.inner % 64 or inner % 8 or (gated and columns % 8)):
             return False  # copies are of 128 bytes or, at the end, 16, and of 8 rows of the gate and of up in turn
         if self.kind == "tma" and self.columns < 64 and self.inner < 16 * self.warps:

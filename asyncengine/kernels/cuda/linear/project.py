@@ -9,7 +9,9 @@ from torch import Tensor
 
 from asyncengine.kernels.cuda.gpu import Gpu
 from asyncengine.kernels.cuda.launch.programmatic import TmaOptions
+from asyncengine.kernels.cuda.linear.coded import coded_linear
 from asyncengine.kernels.cuda.linear.formats.base import Matrix, as_tensor
+from asyncengine.kernels.cuda.linear.grouped import GroupedMatrix
 from asyncengine.kernels.cuda.linear.handle import CudaLinear
 from asyncengine.kernels.cuda.linear.plan import FusedActivation, Plan, fused_activation
 from asyncengine.kernels.cuda.linear.residual import Operand, Residual, Unnormed, fold_norm
@@ -138,6 +140,13 @@ class Projections:
             tma.tma_linear(
                 as_tensor(x), as_tensor(weight), plan, out=out, bias=bias, activation=activation, add=add,
                 **self._options,
+            )  # fmt: skip
+        elif plan.kind == "coded":
+            assert isinstance(x, Tensor)
+            assert isinstance(weight, GroupedMatrix)
+            coded_linear(
+                x, weight, plan, out=out, bias=bias, activation=activation, add=add, arrivals=self._arrivals,
+                pdl=self._pdl,
             )  # fmt: skip
         else:
             linear(

@@ -11,6 +11,8 @@ from torch import Tensor
 from asyncengine.kernels.cuda.gpu import Gpu
 from asyncengine.kernels.cuda.linear.grouped import GroupedMatrix
 from asyncengine.kernels.cuda.linear.plan import Plan, Site, WeightKind
+from asyncengine.kernels.cuda.rows.activation import activate_rows
+from asyncengine.kernels.cuda.rows.norms import norm_rows
 from asyncengine.kernels.float8 import Quantized
 from asyncengine.kernels.ops import Activation, Norm
 from asyncengine.kernels.weight import PackedWeight
@@ -88,6 +90,24 @@ class Format(Protocol):
 
     def pattern(self, site: Site, gpu: Gpu) -> Plan | None:
         """A plan by the pattern of what is fast, for a site that no table knows; None: the library's product."""
+
+
+class PlainInputs:
+    """The part of a ``Format`` that concerns inputs, where they stay tensors in the model's dtype."""
+
+    own_rows = False
+
+    def result_dtype(self, x: Matrix) -> torch.dtype:
+        return as_tensor(x).dtype
+
+    def make_rows(self, x: Tensor, norm: Norm | None = None, *, pdl: bool) -> Matrix:
+        return x if norm is None else norm_rows(x, norm, pdl=pdl)
+
+    def operand(self, x: Matrix, plan: Plan, *, pdl: bool) -> Matrix:
+        return x
+
+    def activate(self, y: Tensor, activation: Activation, *, pdl: bool) -> Matrix:
+        return activate_rows(y, activation, pdl=pdl)
 
 
 def as_tensor(matrix: object) -> Tensor:

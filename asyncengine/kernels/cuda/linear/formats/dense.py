@@ -9,21 +9,18 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from asyncengine.kernels.cuda.gpu import Gpu
-from asyncengine.kernels.cuda.linear.formats.base import Matrix, Packed, as_tensor, join_biases
+from asyncengine.kernels.cuda.linear.formats.base import Matrix, Packed, PlainInputs, as_tensor, join_biases
 from asyncengine.kernels.cuda.linear.plan import Plan, Site, WeightKind
-from asyncengine.kernels.cuda.rows.activation import activate_rows
-from asyncengine.kernels.cuda.rows.norms import norm_rows
-from asyncengine.kernels.ops import Activation, Norm
+from asyncengine.kernels.ops import Norm
 from asyncengine.kernels.weight import DENSE, PackedWeight, tensors_of
 
 
-class Dense:
+class Dense(PlainInputs):
     """Implements ``Format`` for matrices in the model's dtype."""
 
     bits: Mapping[WeightKind, int] = {"bf16": 16, "fp16": 16, "fp32": 32}
     needs = "any GPU"
     prepares_norms = True
-    own_rows = False
 
     def runs_on(self, gpu: Gpu) -> bool:
         return True
@@ -64,18 +61,6 @@ class Dense:
                 return norm is None and index is None
             case _:
                 return False
-
-    def result_dtype(self, x: Matrix) -> torch.dtype:
-        return as_tensor(x).dtype
-
-    def make_rows(self, x: Tensor, norm: Norm | None = None, *, pdl: bool) -> Matrix:
-        return x if norm is None else norm_rows(x, norm, pdl=pdl)
-
-    def operand(self, x: Matrix, plan: Plan, *, pdl: bool) -> Matrix:
-        return x
-
-    def activate(self, y: Tensor, activation: Activation, *, pdl: bool) -> Matrix:
-        return activate_rows(y, activation, pdl=pdl)
 
     def product(self, x: Matrix, weight: Matrix, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
         """The product by cuBLAS."""

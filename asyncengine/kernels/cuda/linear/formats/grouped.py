@@ -8,26 +8,28 @@ import torch
 from torch import Tensor
 
 from asyncengine.kernels.cuda.gpu import Gpu
-from asyncengine.kernels.cuda.linear.formats.base import Matrix, Packed, as_tensor, join_biases
-from asyncengine.kernels.cuda.linear.grouped import GroupedMatrix, multiply
-from asyncengine.kernels.cuda.linear.plan import Plan, Site, WeightKind
-from asyncengine.kernels.cuda.rows.activation import activate_rows
-from asyncengine.kernels.cuda.rows.norms import norm_rows
-from asyncengine.kernels.grouped import are_alike, round_to_groups
-from asyncengine.kernels.ops import Activation, Norm
+from asyncengine.kernels.cuda.linear.formats.base import Matrix, Packed, PlainInputs, as_tensor, join_biases
+from asyncengine.kernels.cuda.linear.grouped import MAX_ROWS, TILE, GroupedMatrix, in_tiles, multiply
+from asyncengine.kernels.cuda.linear.plan import Plan, Site, WeightKind, round_rows
+from asyncengine.kernels.grouped import CODES, are_alike
+from asyncengine.kernels.ops import Norm
 from asyncengine.kernels.weight import INT4, PackedWeight
 
 
-class Grouped:
-    """Implements ``Format`` for matrices of codes. ``product`` alone multiplies them: it chooses its kernels itself."""
+class Grouped(PlainInputs):
+    """Implements ``Format`` for matrices of codes.
+
+    ``coded``: the kernel of coded.py multiplies them, up to MAX_ROWS rows. Others, and more rows, are for ``product``,
+    which chooses its kernels itself.
+    """
 
     needs = "any GPU"
     prepares_norms = False
-    own_rows = False
 
-    def __init__(self, form: str) -> None:
-        self._form = form
-        self.bits: Mapping[WeightKind, int] = {form: 4 if form == INT4 else 8}
+    def __init__(self, form: str, *, coded: bool = True) -> None:
+        self._form, self._coded = form, coded
+        self._kind = form if coded else f"{form}, rare"
+        self.bits: Mapping[WeightKind, int] = {self._kind: 4 if form == INT4 else 8}
 
     def runs_on(self, gpu: Gpu) -> bool:
         return True
@@ -36,38 +38,29 @@ class Grouped:
         if not are_alike(weights):
             raise ValueError("weights side by side must have groups, tables and orders of one kind")
         codes = torch.cat([weight.tensors["codes"].view(torch.uint8) for weight in weights])
+        codes = in_tiles(codes) if self._form == INT4 else codes.view(weights[0].tensors["codes"].dtype)
         first, rows = weights[0].tensors, [weight.out_features for weight in weights]
-        scales = torch.cat([weight.tensors["scales"] for weight in weights])
-        offsets = torch.cat([weight.tensors["offsets"] for weight in weights]) if "offsets" in first else None
-        matrix = GroupedMatrix(
-            self._form, codes.view(first["codes"].dtype), scales, offsets, first.get("table"), first.get("order")
-        )
+        scales, offsets = (_by_group(weights, name) for name in ("scales", "offsets"))
+        assert scales is not None
+        matrix = GroupedMatrix(self._form, codes, scales, offsets, first.get("table"), first.get("order"))
         return Packed(matrix, join_biases(rows, biases), sum(rows))
 
     def make(self, weight: Tensor) -> Matrix:
-        return self.pack([round_to_groups(self._form, weight)], [None]).weight
+        """The codes are bits of the weight: kernels take as long for any."""
+        rows, columns = weight.shape
+        codes = weight.view(torch.uint8)[:, : columns // 2 if self._form == INT4 else columns].contiguous()
+        scales = torch.ones(max(1, columns // TILE), rows, device=weight.device)
+        return GroupedMatrix(self._form, codes.view(CODES[self._form]), scales, None, None, None)
 
     def first_rows(self, weight: Matrix, count: int) -> Matrix:
         """There is no padding."""
         return weight
 
     def kind(self, dtype: torch.dtype) -> WeightKind:
-        return self._form
+        return self._kind
 
     def fits(self, plan: Plan, x: Matrix, norm: Norm | None, index: Tensor | None) -> bool:
         return False
-
-    def result_dtype(self, x: Matrix) -> torch.dtype:
-        return as_tensor(x).dtype
-
-    def make_rows(self, x: Tensor, norm: Norm | None = None, *, pdl: bool) -> Matrix:
-        return x if norm is None else norm_rows(x, norm, pdl=pdl)
-
-    def operand(self, x: Matrix, plan: Plan, *, pdl: bool) -> Matrix:
-        return x
-
-    def activate(self, y: Tensor, activation: Activation, *, pdl: bool) -> Matrix:
-        return activate_rows(y, activation, pdl=pdl)
 
     def product(self, x: Matrix, weight: Matrix, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
         assert isinstance(weight, GroupedMatrix)
@@ -80,10 +73,27 @@ class Grouped:
         return False
 
     def takes_library_alone(self, site: Site) -> bool:
-        return True
+        return not self._coded or site.rows > MAX_ROWS
 
     def takes_library(self, site: Site) -> bool:
         return True
 
     def pattern(self, site: Site, gpu: Gpu) -> Plan | None:
+        """K is split until there are programs for the card: several for each multiprocessor where they mostly wait for
+        memory, which 4 bits and few rows make them do (bench/log/quantised.md)."""
+        columns, warps = (32, 2) if 8 < site.rows <= 32 else (64, 4)
+        rows = min(64, max(8, round_rows(site.rows)))
+        programs = -(-site.weight_rows // columns) * -(-site.rows // rows)
+        wanted = gpu.multiprocessors * (3.5 if self._form == INT4 and site.rows <= 32 else 1.6)
+        split, most = 1, min(8, site.inner // TILE // 4)
+        while 2 * split <= most and programs * split < wanted:
+            split *= 2
+        return Plan("coded", columns, TILE, warps, rows, split, 3, fused_norm=False)
+
+
+def _by_group(weights: Sequence[PackedWeight], name: str) -> Tensor | None:
+    """[K / G, N] of tensors [N_i, K / G], so that neighbouring rows of a group are neighbours; None if there are
+    none."""
+    if name not in weights[0].tensors:
         return None
+    return torch.cat([weight.tensors[name] for weight in weights]).T.contiguous()

@@ -13,13 +13,14 @@ from asyncengine.kernels.float8 import Quantized
 from asyncengine.kernels.weight import DENSE, FLOAT8, GROUPED
 
 FORMATS: dict[str, Format] = {DENSE: Dense(), FLOAT8: Float8(), **{form: Grouped(form) for form in GROUPED}}
-_BY_KIND = {kind: form for form in FORMATS.values() for kind in form.bits}
+_RARE = {form: Grouped(form, coded=False) for form in GROUPED}
+_BY_KIND = {kind: form for form in (*FORMATS.values(), *_RARE.values()) for kind in form.bits}
 
 
 def format_of(weight: Matrix) -> Format:
     """The format of a weight that is packed."""
     if isinstance(weight, GroupedMatrix):
-        return FORMATS[weight.form]
+        return (FORMATS if weight.scales_sums else _RARE)[weight.form]
     return FORMATS[FLOAT8 if isinstance(weight, Quantized) else DENSE]
 
 

@@ -1,0 +1,174 @@
+"""Projections by weights in codes (see grouped.py), of up to 256 rows, with what surrounds them in the same launch.
+
+    out = residual + activation(x W^T + bias)
+
+Codes are converted in registers (see decode.py) and multiplied with x by tensor cores. A scale is applied to the sum
+of its group's products and not to each weight, so that a weight costs two or three instructions. K is split over
+programs where the weight has too few rows to fill the card; the last of them to end adds the sums up, in the order of
+the splits.
+
+Columns come in tiles of 128. A tile of int4 is 64 bytes, which hold columns 0 to 63 in their low halves and 64 to 127
+in their high ones: so both halves of the bytes meet neighbours in x (see ``in_tiles``).
+"""
+# mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call, import-untyped"
+# mypy: disable-error-code="assignment, var-annotated, unreachable, misc"
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from asyncengine.kernels.cuda.launch.compiling import kernel
+from asyncengine.kernels.cuda.launch.programmatic import INTERPRETED, launch_options, start_next, wait
+from asyncengine.kernels.cuda.linear.decode import nibbles, whole_bytes
+from asyncengine.kernels.cuda.linear.grouped import TILE, GroupedMatrix
+from asyncengine.kernels.cuda.linear.plan import Plan
+from asyncengine.kernels.cuda.linear.skinny import columns_of, finish, load_bias, load_sum, weight_rows_of
+from asyncengine.kernels.ops import Activation
+
+_TILE = tl.constexpr(TILE)
+
+
+@triton.jit
+def prefetch_scales(from_scales, first, groups, stride, COUNT: tl.constexpr):
+    """Fetch the scales of ``COUNT`` groups into the L2 cache: a program reads a few at a time, and would wait for the
+    card's memory at each."""
+    group = tl.minimum(first + tl.arange(0, COUNT), groups - 1)
+    at = from_scales[None, :] + group[:, None] * stride
+    tl.inline_asm_elementwise("prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [at], tl.int32, is_pure=False, pack=1)
+
+
+@kernel
+def coded_kernel(
+    x,
+    codes,
+    scales,
+    offsets,
+    bias,
+    out,
+    partials,
+    arrivals,
+    rows,
+    columns,
+    x_stride,
+    out_stride,
+    K: tl.constexpr,
+    G: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    SPLIT: tl.constexpr,
+    STAGES: tl.constexpr,
+    ACT: tl.constexpr,
+    BIAS: tl.constexpr,
+    ADD: tl.constexpr,
+    PLAIN: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """A program multiplies BN rows of the weight with BM rows of x, over its share of K. scales are [K / G, N]."""
+    start_next(PDL)
+    HALF: tl.constexpr = _TILE // 2
+    PACKED: tl.constexpr = codes.dtype.element_ty == tl.uint8
+    WIDTH: tl.constexpr = HALF if PACKED else _TILE
+    TILES: tl.constexpr = (K // _TILE + SPLIT - 1) // SPLIT
+    dtype: tl.constexpr = tl.float32 if PLAIN else x.dtype.element_ty
+    program, split, block = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    row = weight_rows_of(program, columns, ACT == "silu_mul", BN)
+    all_rows = columns * 2 if ACT == "silu_mul" else columns
+    m = block * BM + tl.arange(0, BM)
+    from_codes = codes + row[:, None] * (K // _TILE * WIDTH) + tl.arange(0, WIDTH)[None, :]
+    from_x = x + tl.minimum(m, rows - 1)[None, :].to(tl.int64) * x_stride + tl.arange(0, WIDTH)[:, None]
+    from_scales = scales + row
+    first = split * TILES
+    last = tl.minimum(first + TILES, K // _TILE)
+    if G < K and not PLAIN:
+        prefetch_scales(from_scales, first * _TILE // G, K // G, all_rows, triton.next_power_of_2(TILES * _TILE // G))
+    offset = load_bias(bias, row, BIAS)
+    column = columns_of(program, ACT, BN)[:, None]
+    to = m[None, :].to(tl.int64) * out_stride + column
+    # A scale is loaded a tile ahead: its product would wait for it.
+    scale = tl.load(from_scales + first * _TILE // G * all_rows).to(tl.float32)
+    wait(PDL)
+    acc = tl.zeros([BN, BM], tl.float32)
+    for tile in tl.range(first, last, num_stages=STAGES):
+        group = tile * _TILE // G
+        following = tl.load(from_scales + tl.minimum(tile + 1, last - 1) * _TILE // G * all_rows).to(tl.float32)
+        part = tl.zeros([BN, BM], tl.float32)
+        if PACKED:
+            low, high = nibbles(tl.load(from_codes + tile * WIDTH), dtype, PLAIN)
+            x_low = tl.load(from_x + tile * _TILE).to(dtype)
+            x_high = tl.load(from_x + tile * _TILE + HALF).to(dtype)
+            part = tl.dot(low, x_low, part, input_precision="ieee")
+            if G < _TILE:
+                acc += part * scale[:, None]
+                part = tl.dot(high, x_high, tl.zeros([BN, BM], tl.float32), input_precision="ieee")
+                acc += part * tl.load(from_scales + (group + 1) * all_rows).to(tl.float32)[:, None]
+            else:
+                part = tl.dot(high, x_high, part, input_precision="ieee")
+                acc += part * scale[:, None]
+            if offsets is not None:
+                shift = tl.load(offsets + group * all_rows + row).to(tl.float32)[:, None]
+                if G < _TILE:
+                    acc += shift * tl.sum(x_low.to(tl.float32), 0)[None, :]
+                    shift = tl.load(offsets + (group + 1) * all_rows + row).to(tl.float32)[:, None]
+                    acc += shift * tl.sum(x_high.to(tl.float32), 0)[None, :]
+                else:
+                    acc += shift * tl.sum(x_low.to(tl.float32) + x_high.to(tl.float32), 0)[None, :]
+        else:
+            value = tl.load(from_x + tile * _TILE).to(dtype)
+            w = whole_bytes(tl.load(from_codes + tile * WIDTH), dtype, PLAIN)
+            acc += tl.dot(w, value, part, input_precision="ieee") * scale[:, None]
+            if offsets is not None:
+                shift = tl.load(offsets + group * all_rows + row).to(tl.float32)[:, None]
+                acc += shift * tl.sum(value.to(tl.float32), 0)[None, :]
+        scale = following
+    if SPLIT > 1:
+        size = tl.num_programs(2).to(tl.int64) * tl.num_programs(0) * (BN * BM)
+        mine = (block * tl.num_programs(0) + program).to(tl.int64) * (BN * BM)
+        at = partials + mine + tl.arange(0, BN)[:, None] * BM + tl.arange(0, BM)[None, :]
+        tl.store(at + split * size, acc)
+        # Release: the barrier puts every thread's stores before the one thread that counts.
+        tl.debug_barrier()
+        arrival = arrivals + block * tl.num_programs(0) + program
+        if tl.atomic_add(arrival, 1, sem="acq_rel") != SPLIT - 1:
+            return
+        tl.store(arrival, 0)  # for the next launch: nobody else will come in this one
+        acc = tl.zeros([BN, BM], tl.float32)
+        for i in tl.static_range(SPLIT):
+            acc += tl.load(at + i * size, cache_modifier=".cg")
+    there = (m < rows)[None, :] & (column < columns)
+    finish(acc, offset, load_sum(out, to, there, ADD), to, there, out, ACT)
+
+
+def coded_linear(
+    x: Tensor,
+    weight: GroupedMatrix,
+    plan: Plan,
+    *,
+    out: Tensor,
+    bias: Tensor | None = None,
+    activation: Activation | None = None,
+    add: bool = False,
+    arrivals: Tensor,
+    pdl: bool = False,
+) -> None:
+    """out [M, N] = activation(x [M, K] weight^T + bias), or with ``add`` out += that; see ``tiled.linear``."""
+    if weight.order is not None:
+        x = x.index_select(1, weight.order)
+    if x.stride(1) != 1:
+        x = x.contiguous()
+    rows, (weight_rows, inner) = len(x), weight.shape
+    columns = weight_rows // 2 if activation == "silu_mul" else weight_rows
+    programs, blocks = triton.cdiv(weight_rows, plan.columns), triton.cdiv(rows, plan.rows)
+    if plan.split > 1 and programs * blocks > len(arrivals):
+        raise ValueError(f"{programs * blocks} counters of arrivals are needed")
+    size = plan.split * blocks * programs * plan.columns * plan.rows if plan.split > 1 else 0
+    coded_kernel[(programs, plan.split, blocks)](
+        x, weight.codes, weight.scales, weight.offsets, x if bias is None else bias, out,
+        torch.empty(size, dtype=torch.float32, device=x.device), arrivals,
+        rows, columns, x.stride(0), out.stride(0),
+        K=inner, G=weight.group, BM=plan.rows, BN=plan.columns, SPLIT=plan.split, STAGES=plan.stages,
+        ACT=activation or "none", BIAS=bias is not None, ADD=add, PLAIN=INTERPRETED or x.dtype == torch.float32,
+        num_warps=plan.warps, num_stages=plan.stages, **launch_options(pdl),
+    )  # fmt: skip

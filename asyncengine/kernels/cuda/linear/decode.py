@@ -1,0 +1,113 @@
+"""Codes of 4 and 8 bits become numbers of bfloat16 or float16 in registers, exactly, without the scale.
+
+A conversion by the compiler takes a slow instruction for each element. Here the bits of a code are put into the bits of
+a float whose last place is worth 1 (or, for float8, shifted into place), two elements at a time, and what is too much
+is subtracted.
+"""
+# mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call, import-untyped"
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+# $0, $1: the low halves of four bytes; $2, $3: the high ones. 0x4300 is 128 in bfloat16, and 136 is 8 more.
+_NIBBLES = """{{
+.reg .b32 a, b, one, less;
+mov.b32 one, {one};
+mov.b32 less, {less};
+prmt.b32 a, $4, 0, 0x4140;
+prmt.b32 b, $4, 0, 0x4342;
+lop3.b32 $0, a, 0x000f000f, {magic}, 0xea;
+lop3.b32 $1, b, 0x000f000f, {magic}, 0xea;
+shr.b32 a, a, 4;
+shr.b32 b, b, 4;
+lop3.b32 $2, a, 0x000f000f, {magic}, 0xea;
+lop3.b32 $3, b, 0x000f000f, {magic}, 0xea;
+fma.rn.{type} $0, $0, one, less;
+fma.rn.{type} $1, $1, one, less;
+fma.rn.{type} $2, $2, one, less;
+fma.rn.{type} $3, $3, one, less;
+}}"""
+_NIBBLES_BF16 = tl.constexpr(
+    _NIBBLES.format(magic="0x43004300", type="bf16x2", one="0x3f803f80", less="0xc308c308").replace("\n", " ")
+)
+_NIBBLES_FP16 = tl.constexpr(
+    _NIBBLES.format(magic="0x64006400", type="f16x2", one="0x3c003c00", less="0xe408e408").replace("\n", " ")
+)
+
+# A byte in the last places of 2^23 is a float32; 0x4b000080 is 2^23 + 128.
+_BYTES = """{{
+.reg .b32 u, a, b, c, d;
+.reg .f32 p, q, r, s;
+xor.b32 u, $2, 0x80808080;
+prmt.b32 a, u, 0x4b000000, 0x7440;
+prmt.b32 b, u, 0x4b000000, 0x7441;
+prmt.b32 c, u, 0x4b000000, 0x7442;
+prmt.b32 d, u, 0x4b000000, 0x7443;
+mov.b32 p, a;
+mov.b32 q, b;
+mov.b32 r, c;
+mov.b32 s, d;
+sub.f32 p, p, 0f4b000080;
+sub.f32 q, q, 0f4b000080;
+sub.f32 r, r, 0f4b000080;
+sub.f32 s, s, 0f4b000080;
+cvt.rn.{type}.f32 $0, q, p;
+cvt.rn.{type}.f32 $1, s, r;
+}}"""
+_BYTES_BF16 = tl.constexpr(_BYTES.format(type="bf16x2").replace("\n", " "))
+_BYTES_FP16 = tl.constexpr(_BYTES.format(type="f16x2").replace("\n", " "))
+
+# Exponent and fraction move to the last places of those of bfloat16, whose exponents are greater by 120.
+_FLOAT8_BF16 = tl.constexpr(
+    """{
+.reg .b32 a, b, c, d, e, f, power, zero;
+mov.b32 power, 0x7b807b80;
+mov.b32 zero, 0x80008000;
+prmt.b32 a, $2, 0, 0x1404;
+prmt.b32 b, $2, 0, 0x3424;
+shr.b32 c, a, 4;
+shr.b32 d, b, 4;
+and.b32 e, a, 0x80008000;
+and.b32 f, b, 0x80008000;
+lop3.b32 c, c, 0x07f007f0, e, 0xea;
+lop3.b32 d, d, 0x07f007f0, f, 0xea;
+fma.rn.bf16x2 $0, c, power, zero;
+fma.rn.bf16x2 $1, d, power, zero;
+}""".replace("\n", " ")
+)
+
+
+@triton.jit
+def nibbles(packed, dtype: tl.constexpr, PLAIN: tl.constexpr):
+    """code - 8 of the low and of the high halves of bytes, in ``dtype``. PLAIN: by operations that any dtype has."""
+    if PLAIN:
+        low, high = (packed & 15).to(tl.float32) - 8.0, (packed >> 4).to(tl.float32) - 8.0
+        low, high = low.to(dtype), high.to(dtype)
+    elif dtype == tl.bfloat16:
+        low, high = tl.inline_asm_elementwise(
+            _NIBBLES_BF16, "=r,=r,=r,=r,r", [packed], (tl.bfloat16, tl.bfloat16), is_pure=True, pack=4
+        )
+    else:
+        low, high = tl.inline_asm_elementwise(
+            _NIBBLES_FP16, "=r,=r,=r,=r,r", [packed], (tl.float16, tl.float16), is_pure=True, pack=4
+        )
+    return low, high
+
+
+@triton.jit
+def whole_bytes(codes, dtype: tl.constexpr, PLAIN: tl.constexpr):
+    """The numbers of int8 or float8 codes in ``dtype``. PLAIN: see ``nibbles``."""
+    INT8: tl.constexpr = codes.dtype == tl.int8
+    if PLAIN:
+        made = codes.to(tl.float32).to(dtype)
+    elif INT8 and dtype == tl.bfloat16:
+        made = tl.inline_asm_elementwise(_BYTES_BF16, "=r,=r,r", [codes], tl.bfloat16, is_pure=True, pack=4)
+    elif INT8:
+        made = tl.inline_asm_elementwise(_BYTES_FP16, "=r,=r,r", [codes], tl.float16, is_pure=True, pack=4)
+    elif dtype == tl.bfloat16:
+        made = tl.inline_asm_elementwise(_FLOAT8_BF16, "=r,=r,r", [codes], tl.bfloat16, is_pure=True, pack=4)
+    else:
+        made = codes.to(dtype)
+    return made

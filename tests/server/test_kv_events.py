@@ -1,0 +1,259 @@
+"""Events of the KV cache: a router that knows vLLM's structures has the same view of the prefix cache as the engine."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import operator
+import os
+import random
+from itertools import pairwise
+from typing import Any
+
+import msgspec
+import pytest
+import zmq
+import zmq.asyncio
+
+from asyncengine import DataParallelEngine, EngineDeadError, SamplingParams, _core, testing
+from asyncengine.errors import ConfigError
+from asyncengine.server.config import ServerConfig
+from asyncengine.server.kv_events import KVEventPublisher, PrefixView
+
+BLOCK = 16
+# vLLM 0.33's structures (vllm/distributed/kv_events.py): an event is a map with its tag under "type", a batch an array.
+FIELDS: dict[str, tuple[tuple[Any, ...], ...]] = {
+    "BlockStored": (
+        ("block_hashes", list[bytes | int]),
+        ("parent_block_hash", bytes | int | None),
+        ("token_ids", list[int]),
+        ("block_size", int),
+        ("lora_id", int | None),
+        ("medium", str | None),
+        ("lora_name", str | None),
+        ("extra_keys", list[tuple[Any, ...] | None] | None, None),
+        ("group_idx", int | None, None),
+        ("kv_cache_spec_kind", str | None, None),
+        ("kv_cache_spec_sliding_window", int | None, None),
+        ("locality", str | None, None),
+        ("ownership", str | None, None),
+        ("session_id", str | None, None),
+        ("lookahead_token_ids", list[list[int]] | None, None),
+    ),
+    "BlockRemoved": (
+        ("block_hashes", list[bytes | int]),
+        ("medium", str | None),
+        ("group_idx", int | None, None),
+        ("locality", str | None, None),
+        ("ownership", str | None, None),
+    ),
+    "AllBlocksCleared": (),
+}
+EVENTS = {
+    name: msgspec.defstruct(name, fields, omit_defaults=True, forbid_unknown_fields=True, tag=True)
+    for name, fields in FIELDS.items()
+}
+ANY_EVENT: Any = functools.reduce(operator.or_, EVENTS.values())
+BATCH: Any = msgspec.defstruct(
+    "KVEventBatch",
+    [("ts", float), ("events", list[ANY_EVENT]), ("data_parallel_rank", int | None, None)],
+    array_like=True,
+    omit_defaults=True,
+)
+
+
+class Router:
+    """The view of a router: for each block the block before it, its tokens and its memory."""
+
+    def __init__(self) -> None:
+        self.blocks: dict[int, tuple[int | None, tuple[int, ...], str, str]] = {}
+        self.ranks: set[int] = set()
+
+    def take(self, payload: bytes) -> None:
+        batch = msgspec.msgpack.decode(payload, type=BATCH)
+        self.ranks.add(batch.data_parallel_rank)
+        for event in batch.events:
+            match type(event).__name__:
+                case "BlockStored":
+                    self._store(event)
+                case "BlockRemoved":
+                    for block in event.block_hashes:
+                        if block in self.blocks and self.blocks[block][2] == event.medium:
+                            del self.blocks[block]
+                case _:
+                    self.blocks.clear()
+
+    def _store(self, event: Any) -> None:
+        assert event.block_size == BLOCK
+        assert len(event.token_ids) == BLOCK * len(event.block_hashes)
+        parent = event.parent_block_hash
+        salt = event.extra_keys[0][0] if event.extra_keys else ""
+        for i, block in enumerate(event.block_hashes):
+            assert block not in self.blocks
+            assert parent is None or parent in self.blocks
+            self.blocks[block] = parent, tuple(event.token_ids[i * BLOCK : (i + 1) * BLOCK]), event.medium, salt
+            parent, salt = block, ""
+
+    def matched(self, tokens: list[int], salt: str = "") -> int:
+        """Return the number of a prompt's first blocks that are known."""
+        known = {(parent, tokens, salt): block for block, (parent, tokens, _, salt) in self.blocks.items()}
+        parent, count = None, 0
+        while (block := known.get((parent, tuple(tokens[count * BLOCK : (count + 1) * BLOCK]), salt))) is not None:
+            parent, count, salt = block, count + 1, ""
+        return count
+
+
+def payload_of(view: PrefixView, changes: list[_core.BlockChange]) -> bytes:
+    return msgspec.msgpack.encode([0.0, view.events(changes), 0])
+
+
+def test_the_view_is_the_prefix_cache() -> None:
+    """Prompts that share beginnings come and go in a small pool: what the router finds is what the engine finds."""
+    rng = random.Random(3)
+    blocks = _core.BlockManager(24, BLOCK, True, num_events=4096)
+    view, router = PrefixView(), Router()
+    prompts = [([rng.randrange(3) for _ in range(BLOCK)], salt) for salt in (0, 0, 7) for _ in range(3)]
+    known: list[tuple[list[int], int]] = []
+    for turn in range(300):
+        tokens, salt = rng.choice(known or prompts) if rng.random() < 0.5 else rng.choice(prompts)
+        tokens = tokens[: BLOCK * rng.randint(1, 6)] + [rng.randrange(2) for _ in range(BLOCK)] * rng.randint(0, 2)
+        held = blocks.match_prefix(tokens, salt)
+        for block in held:
+            blocks.retain(block)
+        chain = _core.BlockManager.root_chain(salt)
+        for start in range(0, len(tokens) - BLOCK + 1, BLOCK):
+            if start // BLOCK == len(held):
+                held.append(blocks.allocate())
+            chain = blocks.publish(held[start // BLOCK], chain, tokens[start : start + BLOCK])
+        known = [*known, (tokens, salt)][-40:]
+        for block in rng.choice((held, held[::-1])):  # the wrong way round, beginnings are evicted first
+            blocks.release(block)
+        if turn % 7 == 0:
+            router.take(payload_of(view, blocks.changes(4096)))
+            assert len(view) == len(router.blocks)
+            for tokens, salt in known:
+                found = router.matched(tokens, f"{salt:016x}" if salt else "")
+                assert found == len(blocks.match_prefix(tokens, salt)), (turn, tokens, salt)
+
+
+def test_lost_changes_clear_the_view() -> None:
+    blocks = _core.BlockManager(8, BLOCK, True, num_events=4)
+    view, router = PrefixView(), Router()
+
+    def publish(number: int) -> None:
+        block = blocks.allocate()
+        blocks.publish(block, _core.BlockManager.root_chain(0), [number] * BLOCK)
+        blocks.release(block)
+
+    for number in range(3):
+        publish(number)
+    router.take(payload_of(view, blocks.changes(2)))
+    assert len(router.blocks) == 2
+    for number in range(3, 9):
+        publish(number)
+    router.take(payload_of(view, blocks.changes(100)))
+    assert not router.blocks
+    publish(20)
+    router.take(payload_of(view, blocks.changes(100)))
+    assert router.matched([20] * BLOCK) == 1
+
+
+async def received(subscriber: Any, router: Router, until: Any) -> list[int]:
+    numbers = []
+    async with asyncio.timeout(60):
+        while not until():
+            topic, number, payload = await subscriber.recv_multipart()
+            assert topic == b"kv@pod"
+            numbers.append(int.from_bytes(number, "big"))
+            router.take(payload)
+    return numbers
+
+
+async def test_a_router_follows_an_engine_over_zmq(tmp_path: Any) -> None:
+    """Random prompts evict one another. The router's blocks are the engine's; a replay gives the
+    same."""
+    rng = random.Random(5)
+    params = SamplingParams(max_tokens=4, ignore_eos=True)
+    endpoints = f"ipc://{tmp_path}/events", f"ipc://{tmp_path}/replay"
+    async with (
+        testing.SimulatedEngine(num_kv_blocks=32, max_model_len=256, kv_events=True) as engine,
+        KVEventPublisher(engine, *endpoints, topic="kv@pod"),
+    ):
+        with (
+            zmq.asyncio.Context() as context,
+            context.socket(zmq.SUB) as subscriber,
+            context.socket(zmq.DEALER) as asking,
+        ):
+            subscriber.subscribe("kv@")
+            subscriber.connect(endpoints[0])
+            await asyncio.sleep(0.3)
+            begin = [rng.randrange(3, 900) for _ in range(64)]
+            prompts = [
+                begin[: rng.choice((0, 32, 64))] + [rng.randrange(3, 900) for _ in range(rng.randint(20, 120))]
+                for _ in range(24)
+            ]
+            await asyncio.gather(*(engine.generate(prompt, params) for prompt in prompts))
+            router = Router()
+            count = engine.debug_stats().cached_blocks
+            numbers = await received(subscriber, router, lambda: len(router.blocks) == count)
+            assert all(b == a + 1 for a, b in pairwise(numbers))
+            assert {medium for _, _, medium, _ in router.blocks.values()} == {"GPU"}
+            for prompt in prompts[-3:]:  # what the engine finds in its cache is what the router says
+                expected = router.matched(prompt[: (len(prompt) - 1) // BLOCK * BLOCK])
+                output = await engine.generate(prompt, params)
+                assert output.usage.cached_tokens == BLOCK * expected
+                count = engine.debug_stats().cached_blocks
+                await received(subscriber, router, lambda: len(router.blocks) == count)  # noqa: B023
+            asking.connect(endpoints[1])
+            again = Router()
+            await asking.send_multipart([b"", (0).to_bytes(8, "big")])
+            async with asyncio.timeout(60):
+                while (frames := await asking.recv_multipart())[2] != b"\xff" * 8:
+                    assert frames[:2] == [b"", b"kv@pod"]
+                    again.take(frames[3])
+            assert frames == [b"", b"", b"\xff" * 8, b""]
+            assert again.blocks == router.blocks
+
+
+async def test_each_engine_publishes_under_its_rank(tmp_path: Any) -> None:
+    """Engines behind one have an address each. One that dies takes its blocks with it."""
+    engines = [testing.SimulatedEngine(num_kv_blocks=32, max_model_len=256, kv_events=True) for _ in range(2)]
+    params = SamplingParams(max_tokens=2, ignore_eos=True)
+    async with DataParallelEngine(engines) as front, KVEventPublisher(front, f"ipc://{tmp_path}/events"):
+        with zmq.asyncio.Context() as context:
+            routers = []
+            for rank, engine in enumerate(engines):
+                with context.socket(zmq.SUB) as subscriber:
+                    subscriber.subscribe("")
+                    subscriber.connect(f"ipc://{tmp_path}/events" + ("_dp1" if rank else ""))
+                    routers.append(router := Router())
+                    while not await subscriber.poll(60):  # until the subscription has arrived
+                        await engine.generate([3 + byte for byte in os.urandom(40)], params)
+                    async with asyncio.timeout(60):
+                        router.take((await subscriber.recv_multipart())[2])
+                        assert router.blocks
+                        assert router.ranks == {rank}
+                        if rank:
+                            engine.device.fail_at(1)
+                            with pytest.raises(EngineDeadError):
+                                await engine.generate([5] * 40, params)
+                            while router.blocks:
+                                router.take((await subscriber.recv_multipart())[2])
+
+
+async def test_refusals(tmp_path: Any) -> None:
+    async with testing.SimulatedEngine(num_kv_blocks=8, max_model_len=64) as engine:
+        with pytest.raises(ConfigError, match="start it with kv_events"):
+            async with KVEventPublisher(engine, f"ipc://{tmp_path}/events"):
+                pass
+    async with testing.SimulatedEngine(num_kv_blocks=8, max_model_len=64, kv_events=True) as engine:
+        with pytest.raises(ConfigError, match="cannot be bound"):
+            async with KVEventPublisher(engine, f"ipc://{tmp_path}/no/such/folder"):
+                pass
+    for fields, reason in (
+        ({"kv_events_endpoint": "http://x"}, "must be like"),
+        ({"kv_events_topic": "kv"}, "needs kv_events_endpoint"),
+        ({"kv_events_endpoint": "tcp://*:1", "kv_events_topic": "x" * 257}, "256 characters"),
+    ):
+        with pytest.raises(ConfigError, match=reason):
+            ServerConfig(**fields)  # type: ignore[arg-type]
