@@ -7,6 +7,7 @@
 # make test-gpu  tests/gpu on a machine with one: GPU_PROCESSES at once (default: 8), then those that must be alone
 # make wheels  a source archive and wheels in dist/: for all versions of Python where docker runs, else for this machine
 # make clients   other projects' clients (lm_eval, LiteLLM, LangChain and others) against a server with the bundled model
+# make peers     llama-cpp-python in an environment of its own, for bench/peers_cpu.py (compiles for some minutes)
 # make integrations  the engine inside Ray and Dynamo, each with two workers or a frontend on this machine's CPU
 # All set up .venv first: the package, editable, and for all but serve its development tools. PyPI's torch for Linux on x86-64
 # is the CUDA build; PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu in front of make takes the CPU build.
@@ -14,6 +15,7 @@
 PYTHON ?= python3
 VENV := .venv
 CLIENTS := .venv-clients
+PEERS := .venv-peers
 INTEGRATIONS := .venv-integrations
 OPENAI_AGENTS := .venv-openai-agents
 NODE_CLIENTS := tests/clients/node/node_modules/.installed
@@ -33,7 +35,7 @@ SANITIZED = $(BIN)/cmake -S . -B build/$(1) -G Ninja -DCMAKE_MAKE_PROGRAM=$(absp
 # $(call step,TEXT,COMMAND) says what is done, and how long it took.
 step = @printf '\n== %s\n' $(1); begun=$$(date +%s); $(2) && printf '== done in %d s\n' $$(($$(date +%s) - begun))
 
-.PHONY: install serve test lint native asan tsan pytest test-gpu fuzz soak sanitize wheels clients integrations clean
+.PHONY: install serve test lint native asan tsan pytest test-gpu fuzz soak sanitize wheels clients integrations peers clean
 
 install: $(CORE) $(TOOLS)
 
@@ -142,6 +144,13 @@ $(NODE_CLIENTS): tests/clients/node/package-lock.json
 	npm --prefix tests/clients/node ci --no-audit --no-fund
 	touch $@
 
+peers: install $(PEERS)/.installed
+
+$(PEERS)/.installed:
+	test -d $(@D) || $(PYTHON) -m venv $(@D)
+	$(@D)/bin/pip install --quiet llama-cpp-python==0.3.36
+	touch $@
+
 # The environment falls back on the packages of .venv. Packages that ai-dynamo wants for its planner are left out: some of them
 # are not on PyPI.
 integrations: install $(INTEGRATIONS)/.installed
@@ -156,6 +165,6 @@ $(INTEGRATIONS)/.installed: constraints.txt
 	touch $@
 
 clean:
-	rm -rf build dist $(VENV) $(CLIENTS) $(INTEGRATIONS) $(OPENAI_AGENTS) tests/clients/node/node_modules
+	rm -rf build dist $(VENV) $(CLIENTS) $(PEERS) $(INTEGRATIONS) $(OPENAI_AGENTS) tests/clients/node/node_modules
 
 COMMA := ,

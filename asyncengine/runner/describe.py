@@ -189,7 +189,7 @@ def _words_for(kind: WeightsOfKind, dtype: str, device: str, *, mixture: bool) -
     if kind.format not in GROUPED:
         return {
             DENSE: dtype,
-            BLOCKS: "blocks of GGUF as they lie, read by native kernels",
+            BLOCKS: f"blocks of GGUF, {'in native kernels' if dtype == 'bfloat16' else 'unpacked for each product'}",
             FLOAT8: "float8 by rows, inputs rounded to float8",
         }[kind.format]
     bits = "float8" if kind.format == FLOAT8_GROUPS else kind.format

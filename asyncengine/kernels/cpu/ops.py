@@ -183,8 +183,8 @@ class CpuOps(BaseOps[CpuLinearHandle | UnpackedHandle]):
         if table is not None:
             if position_table is not None:
                 raise ValueError("a table of positions goes with a dense embedding")
-            rows = format_of([table]).rows(table, torch.from_numpy(batch.input_ids))
-            return Residual((rows * scale).to(table.inputs or torch.float32))
+            found = format_of([table]).rows(table, torch.from_numpy(batch.input_ids))
+            return Residual((found * scale).to(table.inputs or torch.float32))
         assert isinstance(embedding, CpuLinearHandle)
         if position_table is not embedding.position_table and position_table is not None:
             shape = (position_table.shape[0], embedding.in_features)

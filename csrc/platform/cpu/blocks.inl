@@ -64,16 +64,19 @@ inline Bytes codes_of_32(const uint8_t* block) {
 // Q4_K and Q5_K: scales and offsets of 6 bits in twelve bytes, four at a time.
 template <bool kFive>
 inline void decode_q45_k(const uint8_t* block, const TileRow& to) {
-  uint32_t words[3], six[4];
-  std::memcpy(words, block + 4, sizeof(words));
-  six[0] = words[0] & 0x3f3f3f3fu;
-  six[1] = (words[2] & 0x0f0f0f0fu) | (words[0] >> 6 & 0x03030303u) << 4;
-  six[2] = words[1] & 0x3f3f3f3fu;
-  six[3] = (words[2] >> 4 & 0x0f0f0f0fu) | (words[1] >> 6 & 0x03030303u) << 4;
-  uint8_t numbers[16];
-  std::memcpy(numbers, six, sizeof(numbers));
+  uint32_t first = 0, second = 0, third = 0;
+  std::memcpy(&first, block + 4, 4);
+  std::memcpy(&second, block + 8, 4);
+  std::memcpy(&third, block + 12, 4);
+  // Whole words, as bytes that are stored in parts and read together would be waited for.
+  const uint64_t scales = (first & 0x3f3f3f3fu) | static_cast<uint64_t>((third & 0x0f0f0f0fu) | (first >> 2 & 0x30303030u)) << 32;
+  const uint64_t offsets = (second & 0x3f3f3f3fu) | static_cast<uint64_t>((third >> 4 & 0x0f0f0f0fu) | (second >> 2 & 0x30303030u))
+                                                        << 32;
+  uint8_t numbers[8];
+  std::memcpy(numbers, &scales, 8);
   scaled<8>(from_half(block), numbers, to.scales);
-  scaled<8>(-from_half(block + 2), numbers + 8, to.offsets);
+  std::memcpy(numbers, &offsets, 8);
+  scaled<8>(-from_half(block + 2), numbers, to.offsets);
   const Bytes fifth = load_bytes(block + 16);  // a bit for each group
   for (int q = 0; q < 4; ++q) {
     const Bytes both = load_bytes(block + (kFive ? 48 : 16) + 32 * q);
