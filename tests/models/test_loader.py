@@ -322,10 +322,13 @@ def test_no_such_model(tmp_path, monkeypatch):
         load(tmp_path / "absent")
     with pytest.raises(ModelNotFoundError, match=r"config\.json"):
         load(tmp_path)
-    file = tmp_path / "model.gguf"
-    file.touch()
-    with pytest.raises(ModelNotFoundError, match="is a file"):
-        load(file)
+    for name, error, message in (
+        ("model.bin", ModelNotFoundError, "is a file"), ("model.gguf", ModelError, "is no GGUF file"),
+    ):  # fmt: skip
+        file = tmp_path / name
+        file.touch()
+        with pytest.raises(error, match=message):
+            load(file)
     for name in ("~nobody-of-this-name/model", "x" * 5000):
         with pytest.raises(ModelNotFoundError, match=name):
             load(name)
