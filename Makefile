@@ -23,6 +23,7 @@ FUZZ_SECONDS ?= 600
 SOAK_MINUTES ?= 30
 GPU_PROCESSES ?= 8
 BIN := $(VENV)/bin
+MADE := $(VENV)/.made
 CORE := $(VENV)/.core
 PACKAGES := $(VENV)/.packages
 TOOLS := $(VENV)/.installed
@@ -30,39 +31,50 @@ NATIVE := $(shell find csrc -type f) CMakeLists.txt pyproject.toml constraints.t
 FORMATTED = $(shell find csrc tests/native -name '*.cpp' -o -name '*.h' -o -name '*.inl')
 SANITIZED = $(BIN)/cmake -S . -B build/$(1) -G Ninja -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN))/ninja \
 	-DCMAKE_BUILD_TYPE=Debug -DCMAKE_CXX_FLAGS=$(3) -DASYNCENGINE_TESTS=ON -DASYNCENGINE_WERROR=ON -DASYNCENGINE_UNITY=ON \
-	-DASYNCENGINE_SANITIZE=$(2) >/dev/null && $(BIN)/cmake --build build/$(1) && build/$(1)/core_tests
+	-DASYNCENGINE_SANITIZE=$(2) >/dev/null && $(BIN)/cmake --build build/$(1)
+
+# $(call requirements,dependencies) or $(call requirements,optional-dependencies,EXTRA) prints those of pyproject.toml.
+requirements = $(BIN)/python -c "import tomllib; names = tomllib.load(open('pyproject.toml', 'rb'))['project']['$(1)']; \
+	print(*(names['$(2)'] if '$(2)' else names), sep=chr(10))"
 
 # $(call step,TEXT,COMMAND) says what is done, and how long it took.
 step = @printf '\n== %s\n' $(1); begun=$$(date +%s); $(2) && printf '== done in %d s\n' $$(($$(date +%s) - begun))
 
-.PHONY: install serve test lint native asan tsan pytest test-gpu fuzz soak sanitize wheels clients integrations peers clean
+.PHONY: install serve test lint native asan tsan asan-build tsan-build pytest test-gpu fuzz soak sanitize wheels clients integrations peers clean
 
 install: $(CORE) $(TOOLS)
 
-# Compiled first, and without its dependencies, whose downloads then show their progress.
-$(CORE): $(NATIVE)
-	test -d $(VENV) || $(PYTHON) -m venv $(VENV)
+$(MADE):
+	$(PYTHON) -m venv $(VENV)
+	@touch $@
+
+# Without its dependencies, which $(PACKAGES) has: their downloads then show their progress.
+$(CORE): $(NATIVE) | $(MADE)
 	$(call step,'Compiling the C++ core (3 minutes of one processor)',\
 		PIP_CONSTRAINT=constraints.txt $(BIN)/pip install --verbose --no-deps --editable .)
 	@touch $@
 
-# pip finds the package installed, and adds its dependencies.
-$(PACKAGES): constraints.txt pyproject.toml | $(CORE)
+# What pyproject.toml names, so that it can be installed while the core is compiled (make -j2).
+$(PACKAGES): constraints.txt pyproject.toml | $(MADE)
 	$(call step,'Installing packages (0.3 GB with the CPU build of torch; some GB with the CUDA build)',\
-		$(BIN)/pip install --constraint constraints.txt asyncengine)
+		$(call requirements,dependencies) | $(BIN)/pip install --constraint constraints.txt --requirement /dev/stdin)
 	@touch $@
 
-$(TOOLS): $(PACKAGES) | $(CORE)
+$(TOOLS): $(PACKAGES)
 	$(call step,'Installing tools for development',\
-		$(BIN)/pip install --constraint constraints.txt 'asyncengine[dev]')
+		$(call requirements,optional-dependencies,dev) | \
+		$(BIN)/pip install --constraint constraints.txt --requirement /dev/stdin)
 	@touch $@
 
 serve: $(CORE) $(PACKAGES)
 	$(BIN)/asyncengine serve
 
-# mypy keeps one processor busy, and so do the compilers of either build: together they fill two.
-test: install
-	$(MAKE) --jobs=3 --output-sync=target lint asan tsan
+# Downloads, the tests of the core, which mostly wait, and mypy keep one processor busy or none: something else runs beside each.
+test:
+	$(MAKE) --jobs=2 install
+	$(MAKE) asan-build
+	$(MAKE) --jobs=2 --output-sync=target asan tsan-build
+	$(MAKE) --jobs=2 --output-sync=target tsan lint
 	$(MAKE) pytest
 
 lint: install
@@ -71,15 +83,21 @@ lint: install
 	$(BIN)/clang-format --dry-run --Werror $(FORMATTED)
 	$(BIN)/mypy
 
-# The C++ core without Python, under the sanitizers: one build's tests, which mostly wait, run while the other compiles.
-# With the address sanitizer -O0 compiles in half the time; warnings that need an optimiser come from the other build.
+# The C++ core without Python, under the sanitizers.
 native: install
 	$(MAKE) --jobs=2 asan tsan
 
-asan: install
+asan: asan-build
+	build/asan/core_tests
+
+tsan: tsan-build
+	build/tsan/core_tests
+
+# With the address sanitizer -O0 compiles in half the time; warnings that need an optimiser come from the other build.
+asan-build: install
 	$(call SANITIZED,asan,address$(COMMA)undefined,-O0)
 
-tsan: install
+tsan-build: install
 	$(call SANITIZED,tsan,thread,-O1)
 
 # A new worker would begin with the test that ended the last one. Some tests wait, so there is a process more than processors.
