@@ -322,13 +322,10 @@ def test_no_such_model(tmp_path, monkeypatch):
         load(tmp_path / "absent")
     with pytest.raises(ModelNotFoundError, match=r"config\.json"):
         load(tmp_path)
-    for name, error, message in (
-        ("model.bin", ModelNotFoundError, "is a file"), ("model.gguf", ModelError, "is no GGUF file"),
-    ):  # fmt: skip
-        file = tmp_path / name
-        file.touch()
-        with pytest.raises(error, match=message):
-            load(file)
+    for name, kind, text in (("a.bin", ModelNotFoundError, "is a file"), ("a.gguf", ModelError, "is no GGUF file")):
+        (tmp_path / name).touch()
+        with pytest.raises(kind, match=text):
+            load(tmp_path / name)
     for name in ("~nobody-of-this-name/model", "x" * 5000):
         with pytest.raises(ModelNotFoundError, match=name):
             load(name)
