@@ -25,19 +25,10 @@ from asyncengine.kernels.cuda.launch.programmatic import INTERPRETED, launch_opt
 from asyncengine.kernels.cuda.linear.decode import nibbles, whole_bytes
 from asyncengine.kernels.cuda.linear.grouped import TILE, GroupedMatrix
 from asyncengine.kernels.cuda.linear.plan import Plan
-from asyncengine.kernels.cuda.linear.skinny import columns_of, finish, load_bias, load_sum, weight_rows_of
+from asyncengine.kernels.cuda.linear.skinny import columns_of, finish, leave_part, load_bias, load_sum, weight_rows_of
 from asyncengine.kernels.ops import Activation
 
 _TILE = tl.constexpr(TILE)
-
-
-@triton.jit
-def prefetch_scales(from_scales, first, groups, stride, COUNT: tl.constexpr):
-    """Fetch the scales of ``COUNT`` groups into the L2 cache: a program reads a few at a time, and would wait for the
-    card's memory at each."""
-    group = tl.minimum(first + tl.arange(0, COUNT), groups - 1)
-    at = from_scales[None, :] + group[:, None] * stride
-    tl.inline_asm_elementwise("prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [at], tl.int32, is_pure=False, pack=1)
 
 
 @kernel
@@ -82,8 +73,6 @@ def coded_kernel(
     from_scales = scales + row
     first = split * TILES
     last = tl.minimum(first + TILES, K // _TILE)
-    if G < K and not PLAIN:
-        prefetch_scales(from_scales, first * _TILE // G, K // G, all_rows, triton.next_power_of_2(TILES * _TILE // G))
     offset = load_bias(bias, row, BIAS)
     column = columns_of(program, ACT, BN)[:, None]
     to = m[None, :].to(tl.int64) * out_stride + column
@@ -124,16 +113,9 @@ def coded_kernel(
                 acc += shift * tl.sum(value.to(tl.float32), 0)[None, :]
         scale = following
     if SPLIT > 1:
-        size = tl.num_programs(2).to(tl.int64) * tl.num_programs(0) * (BN * BM)
-        mine = (block * tl.num_programs(0) + program).to(tl.int64) * (BN * BM)
-        at = partials + mine + tl.arange(0, BN)[:, None] * BM + tl.arange(0, BM)[None, :]
-        tl.store(at + split * size, acc)
-        # Release: the barrier puts every thread's stores before the one thread that counts.
-        tl.debug_barrier()
-        arrival = arrivals + block * tl.num_programs(0) + program
-        if tl.atomic_add(arrival, 1, sem="acq_rel") != SPLIT - 1:
+        at, size, last = leave_part(acc, partials, arrivals, program, split, block, SPLIT)
+        if not last:
             return
-        tl.store(arrival, 0)  # for the next launch: nobody else will come in this one
         acc = tl.zeros([BN, BM], tl.float32)
         for i in tl.static_range(SPLIT):
             acc += tl.load(at + i * size, cache_modifier=".cg")

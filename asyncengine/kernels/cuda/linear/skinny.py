@@ -63,6 +63,28 @@ def finish(y, bias, added, to, there, out, ACT: tl.constexpr):
 
 
 @triton.jit
+def leave_part(acc, partials, arrivals, program, split, block, SPLIT: tl.constexpr):
+    """Store the sums [BN, BM] of a program's share of K, and count it.
+
+    Return the addresses of the first program's part, the distance from part to part, and whether all have arrived: the
+    last program adds them up. The counter is 0 again for the next launch, since nobody else comes in this one.
+    """
+    BN: tl.constexpr = acc.shape[0]
+    BM: tl.constexpr = acc.shape[1]
+    size = tl.num_programs(2).to(tl.int64) * tl.num_programs(0) * (BN * BM)
+    mine = (block * tl.num_programs(0) + program).to(tl.int64) * (BN * BM)
+    at = partials + mine + tl.arange(0, BN)[:, None] * BM + tl.arange(0, BM)[None, :]
+    tl.store(at + split * size, acc)
+    # Release: the barrier puts every thread's stores before the one thread that counts.
+    tl.debug_barrier()
+    arrival = arrivals + block * tl.num_programs(0) + program
+    last = tl.atomic_add(arrival, 1, sem="acq_rel") == SPLIT - 1
+    if last:
+        tl.store(arrival, 0)
+    return at, size, last
+
+
+@triton.jit
 def columns_of(program, ACT: tl.constexpr, BN: tl.constexpr):
     """Columns of out that a program makes."""
     WIDTH: tl.constexpr = BN // 2 if ACT == "silu_mul" else BN

@@ -37,6 +37,7 @@ from asyncengine.kernels.cuda.linear.residual import Unnormed
 from asyncengine.kernels.cuda.linear.skinny import (
     columns_of,
     finish,
+    leave_part,
     load_bias,
     load_sum,
     multiply_tiles,
@@ -188,16 +189,9 @@ def _tiled_kernel(
         else:
             acc = multiply_tiles(tl.load(from_weight + done), tl.load(from_x + done, mask=there, other=0.0), acc, WIDEN)
     if SPLIT > 1:
-        size = tl.num_programs(2).to(tl.int64) * tl.num_programs(0) * (BN * BM)
-        mine = (block * tl.num_programs(0) + program).to(tl.int64) * (BN * BM)
-        at = partials + mine + tl.arange(0, BN)[:, None] * BM + tl.arange(0, BM)[None, :]
-        tl.store(at + split * size, acc)
-        # Release: the barrier puts every thread's stores before the one thread that counts.
-        tl.debug_barrier()
-        arrival = arrivals + block * tl.num_programs(0) + program
-        if tl.atomic_add(arrival, 1, sem="acq_rel") != SPLIT - 1:
+        at, size, last = leave_part(acc, partials, arrivals, program, split, block, SPLIT)
+        if not last:
             return
-        tl.store(arrival, 0)  # for the next launch: nobody else will come in this one
         acc = tl.zeros([BN, BM], tl.float32)
         for i in tl.static_range(SPLIT):
             acc += tl.load(at + i * size, cache_modifier=".cg")
