@@ -32,6 +32,8 @@ from asyncengine.server.config import ServerConfig
 
 _SCOPE = ("type", "http_version", "method", "scheme", "path", "root_path", "query_string", "headers")
 _STATS_PERIOD_S = 1.0
+_LARGE = 64 * 2**10
+"""Bytes of a body from which on it is parsed beside the event loop."""
 
 
 class Settings(msgspec.Struct, forbid_unknown_fields=True):
@@ -113,16 +115,21 @@ class Front:
         return with_lifespan(self._serve)
 
     async def _serve(self, scope: Message, receive: Receive, send: Send) -> None:
-        body, more = b"", True
+        received, more = bytearray(), True
         while more:
             message = await receive()
             if message["type"] == "http.disconnect":
                 return
-            body, more = body + message.get("body", b""), message.get("more_body", False)
-            if len(body) > self._most:
+            received += message.get("body", b"")
+            more = message.get("more_body", False)
+            if len(received) > self._most:
                 await _refuse(send, 413, "request_too_large", f"the body has more than {self._most} bytes")
                 return
-        ask = Ask({name: scope[name] for name in _SCOPE if name in scope}, body, pieces_of_body(body))
+        body = bytes(received)
+        del received
+        large = len(body) > _LARGE
+        pieces = await asyncio.to_thread(pieces_of_body, body) if large else pieces_of_body(body)
+        ask = Ask({name: scope[name] for name in _SCOPE if name in scope}, body, pieces)
         answering = asyncio.ensure_future(self._relay(ask, send))
         leaving = asyncio.ensure_future(_left(receive))
         try:

@@ -53,13 +53,17 @@ async def answered(app: Application, scope: Message, body: bytes) -> AsyncGenera
 
     running = asyncio.create_task(run())
     try:
-        while (first := await messages.get()) is not None:
+        more = True
+        while more and (first := await messages.get()) is not None:
             ready = [first]
-            while not messages.empty() and (following := messages.get_nowait()) is not None:
-                ready.append(following)
+            while more and not messages.empty():
+                following = messages.get_nowait()
+                if following is None:
+                    more = False
+                else:
+                    ready.append(following)
             yield ready
-            if not ready[-1].get("more_body", True):
-                break
+            more = more and ready[-1].get("more_body", True)
     finally:
         left.set()
         running.cancel()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import sys
 from types import SimpleNamespace
@@ -13,7 +14,7 @@ from asyncengine import AsyncEngine, ConfigError, bundled_model, testing
 from asyncengine.engine.warmth import Pieces, Warmth
 from asyncengine.integrations.ray_llm import EngineServer, answered
 from asyncengine.integrations.ray_routing import order, pieces_of_body, replicas_wanted
-from asyncengine.server.asgi import asgi_app
+from asyncengine.server.asgi import Message, Receive, Send, asgi_app
 
 LONG = "Once upon a time there was a fox. " * 20
 
@@ -119,3 +120,13 @@ async def test_a_consumer_that_leaves_ends_its_request() -> None:
         messages = answered(asgi_app(engine), scope, asked)
         assert (await anext(messages))[0]["status"] == 200
         await messages.aclose()
+
+
+async def test_an_application_that_fails_in_the_middle_ends_its_answer() -> None:
+    async def application(scope: Message, receive: Receive, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        raise RuntimeError("failed behind its headers")
+
+    async with asyncio.timeout(60):
+        messages = [message["type"] async for some in answered(application, {}, b"") for message in some]
+    assert messages == ["http.response.start"]
