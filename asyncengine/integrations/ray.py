@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncGenerator, Mapping
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 from ray import serve
@@ -35,6 +35,9 @@ _STATS_PERIOD_S = 1.0
 _LARGE = 64 * 2**10
 """Bytes of a body from which on it is parsed beside the event loop."""
 
+_Count = Annotated[int, msgspec.Meta(ge=1, le=100_000)]
+_Limit = Annotated[float, msgspec.Meta(gt=0)]
+
 
 class Settings(msgspec.Struct, forbid_unknown_fields=True):
     """Arguments of ``build_app``."""
@@ -45,13 +48,13 @@ class Settings(msgspec.Struct, forbid_unknown_fields=True):
     """Keywords of EngineConfig."""
     server: dict[str, Any] = {}
     """Keywords of ServerConfig."""
-    min_replicas: int = 1
-    max_replicas: int = 1
-    max_ongoing_requests: int = 512
+    min_replicas: Annotated[int, msgspec.Meta(ge=0)] = 1
+    max_replicas: _Count = 1
+    max_ongoing_requests: _Count = 512
     """Requests that a replica has at once; the others wait in the front."""
-    most_queued_tokens: float = 16384.0
+    most_queued_tokens: _Limit = 16384.0
     """Prompt tokens that wait at a replica on average before there are more replicas."""
-    most_kv_usage: float = 0.8
+    most_kv_usage: _Limit = 0.8
     """Share of a replica's KV cache that is used on average before there are more replicas."""
     drain_s: float = 60.0
     """Time that the requests of a replica get when it is taken away."""

@@ -140,6 +140,7 @@ def test_autoscaling_and_wrong_settings() -> None:
     assert policy(context) == (5, {})
     context.capacity_adjusted_max_replicas = 3
     assert policy(context) == (3, {})
-    for wrong in ({"models": "x"}, {"max_replicas": "many"}, {"server": {"nonsense": 1}}):
+    wrong_numbers = ({"max_replicas": "many"}, {"max_replicas": 0}, {"most_queued_tokens": 0}, {"most_kv_usage": -1})
+    for wrong in ({"models": "x"}, {"server": {"nonsense": 1}}, *wrong_numbers):
         with pytest.raises(ConfigError, match="settings"):
             build_app(wrong)
