@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import pytest
@@ -106,17 +106,17 @@ def measure(kind: str | None, rows: int, repeats: int = 50) -> float:
     x = torch.randn(rows, 4096, device="cuda", dtype=torch.bfloat16)
     if kind is None:
         dense = [torch.randn(14336, 4096, device="cuda", dtype=torch.bfloat16) for _ in range(8)]
-        run = [lambda w=w: F.linear(x, w) for w in dense]
+        calls = [partial(F.linear, x, w) for w in dense]
     else:
         packed = [grouped(kind, 14336) for _ in range(8)]
-        run = [lambda w=w: product(x, w) for w in packed]
-    for product in run:
-        product()
+        calls = [partial(product, x, w) for w in packed]
+    for call in calls:
+        call()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         for _ in range(repeats // 8 + 1):
-            for product in run:
-                product()
+            for call in calls:
+                call()
     start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     graph.replay()
     start.record()

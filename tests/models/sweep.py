@@ -80,14 +80,16 @@ OWN: dict[str, dict[str, Any]] = {
 """Values for one family."""
 
 
+def family(kind: str) -> type:
+    """The class of a model type."""
+    names = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[kind]
+    return getattr(transformers, names if isinstance(names, str) else names[0])
+
+
 def families() -> dict[str, type]:
     """Model types and their classes."""
-    found = {}
-    for kind, names in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items():
-        cls = getattr(transformers, names if isinstance(names, str) else names[0])
-        if cls._supports_attention_backend:
-            found[kind] = cls
-    return found
+    found = {kind: family(kind) for kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES}
+    return {kind: cls for kind, cls in found.items() if cls._supports_attention_backend}
 
 
 def tiny_config(kind: str) -> Any:
@@ -100,10 +102,10 @@ def tiny_model(kind: str, seed: int = 0) -> Any:
     """A random model in float32, norms and biases random as well."""
     torch.manual_seed(seed)
     with torch.device("meta"):
-        size = sum(parameter.numel() for parameter in families()[kind](tiny_config(kind)).parameters())
+        size = sum(parameter.numel() for parameter in family(kind)(tiny_config(kind)).parameters())
     if size > MOST_PARAMETERS:
         raise ValueError(f"the variant has {size:,} parameters")
-    model = families()[kind](tiny_config(kind)).eval()
+    model = family(kind)(tiny_config(kind)).eval()
     for name, parameter in model.named_parameters():
         if name.endswith("bias") and parameter.ndim == 1:
             torch.nn.init.normal_(parameter, 0, 0.2)
