@@ -15,6 +15,7 @@ from asyncengine.kernels.experts import choose_experts
 from asyncengine.kernels.float8 import pack_float8, quantize
 from asyncengine.kernels.ops import Routing, RoutingRule
 from asyncengine.kernels.weight import dense
+from asyncengine.models.weights.dummy import DummyWeights
 
 SHAPES = {"qwen3-30b-a3b": (128, 8, 2048, 768), "gpt-oss-20b": (32, 4, 2880, 2880), "mixtral-8x7b": (8, 2, 4096, 14336)}
 
@@ -113,3 +114,11 @@ def test_a_captured_mixture_follows_its_rows() -> None:
             mixture.check(out, mixture.by_torch(x, choose_experts(logits, mixture.rule)))
         assert torch.equal(seen[0], seen[2])
         assert not torch.equal(seen[0], seen[1])
+
+
+def test_random_codes_are_drawn_on_the_gpu() -> None:
+    """Experts in MXFP4 are bytes: a shape alone gives random ones, the same for the same seed."""
+    drawn = [DummyWeights(torch.bfloat16, 0.02, 1, device=torch.device("cuda")).uint8("blocks", 64, 64) for _ in "ab"]
+    assert drawn[0].device.type == "cuda"
+    assert torch.equal(*drawn)
+    assert len(drawn[0].unique()) > 200

@@ -80,13 +80,13 @@ OWN: dict[str, dict[str, Any]] = {
 """Values for one family."""
 
 
-def family(kind: str) -> type:
+def family(kind: str) -> Any:
     """The class of a model type."""
     names = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[kind]
     return getattr(transformers, names if isinstance(names, str) else names[0])
 
 
-def families() -> dict[str, type]:
+def families() -> dict[str, Any]:
     """Model types and their classes."""
     found = {kind: family(kind) for kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES}
     return {kind: cls for kind, cls in found.items() if cls._supports_attention_backend}

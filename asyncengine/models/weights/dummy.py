@@ -31,6 +31,9 @@ class DummyWeights:
         self._room = total_memory() if device == _CPU else None
         self._generator = torch.Generator().manual_seed(seed)
         self._pool = torch.empty(self._POOL).normal_(0, std, generator=self._generator).to(device, dtype)
+        on_gpu = device.type == "cuda"
+        self._bytes = torch.Generator(device).manual_seed(seed) if on_gpu else self._generator
+        """draws on the weights' own device"""
 
     rotates_neighbours = False
 
@@ -79,7 +82,7 @@ class DummyWeights:
         device = self._pool.device
         if name.endswith("_scales"):
             return torch.full(shape, 120, dtype=torch.uint8, device=device)
-        return torch.randint(256, shape, dtype=torch.uint8, device=device, generator=self._generator)
+        return torch.randint(256, shape, dtype=torch.uint8, device=device, generator=self._bytes)
 
     is_random = True
 
@@ -105,7 +108,7 @@ class DummyWeights:
         if kind.is_floating_point and kind.itemsize > 1:
             return torch.full(shape, 1e-3, dtype=kind, device=device)
         count = math.prod(shape) * kind.itemsize
-        made = torch.randint(120, (count,), dtype=torch.uint8, device=device, generator=self._generator)
+        made = torch.randint(120, (count,), dtype=torch.uint8, device=device, generator=self._bytes)
         return made.view(kind).view(shape)
 
     def release(self, given: Tensor, owned: int) -> None:
