@@ -10,18 +10,21 @@ import torch
 import torch.nn.functional as F
 
 from asyncengine.kernels.cuda.gpu import H200
+from asyncengine.kernels.cuda.linear.candidates import candidates
 from asyncengine.kernels.cuda.linear.coded import coded_linear
+from asyncengine.kernels.cuda.linear.direct import direct_linear, direct_sum
 from asyncengine.kernels.cuda.linear.formats.grouped import Grouped
 from asyncengine.kernels.cuda.linear.formats.registry import FORMATS
 from asyncengine.kernels.cuda.linear.grouped import MAX_ROWS, GroupedMatrix, multiply, unpack
-from asyncengine.kernels.cuda.linear.plan import Site
-from asyncengine.kernels.ops import Activation
+from asyncengine.kernels.cuda.linear.plan import Plan, Site
+from asyncengine.kernels.ops import Activation, Norm
 from asyncengine.kernels.weight import FLOAT8_GROUPS, INT4, INT8
 from tests.kernels.grouped import random_grouped
 
 KINDS: dict[str, dict[str, Any]] = {
     "int4": {"form": INT4, "group": 128},
     "int4 with offsets": {"form": INT4, "group": 128, "offsets": True},
+    "int4 in half tiles": {"form": INT4, "group": 64, "offsets": True},
     "nf4": {"form": INT4, "group": 64, "table": True},
     "int8": {"form": INT8, "group": 4096},
     "float8": {"form": FLOAT8_GROUPS, "group": 128},
@@ -49,7 +52,8 @@ def grouped(kind: str, rows: int = 6144, columns: int = 4096) -> GroupedMatrix:
 def product(
     x: torch.Tensor, weight: GroupedMatrix, *, activation: Activation | None = None, to: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """The product by the kernel of coded.py if it takes the weight and so many rows, else by ``multiply``."""
+    """The product by the kernel of direct.py or coded.py if one takes the weight and so many rows, else by
+    ``multiply``."""
     if not weight.scales_sums or len(x) > MAX_ROWS:
         return multiply(x, weight, None, torch.bfloat16)
     rows, inner = weight.shape
@@ -58,7 +62,10 @@ def product(
     plan = FORMATS[weight.form].pattern(site, H200)
     assert plan is not None
     out = torch.empty(len(x), columns, device="cuda", dtype=x.dtype) if to is None else to.clone()
-    coded_linear(x, weight, plan, out=out, activation=activation, add=to is not None, arrivals=arrivals())
+    if plan.kind == "direct":
+        direct_linear(x, weight, plan, out=out, activation=activation, add=to is not None)
+    else:
+        coded_linear(x, weight, plan, out=out, activation=activation, add=to is not None, arrivals=arrivals())
     return out
 
 
@@ -66,14 +73,50 @@ def product(
 def test_products_of_every_number_of_rows(kind: str) -> None:
     weight = grouped(kind)
     matrix = unpack(weight, torch.float32).double()
-    for rows in (1, 2, 16, 64, 200, 300):
+    for rows in (1, 2, 16, 20, 64, 200, 300):
         x = torch.randn(rows, 4096, device="cuda", dtype=torch.bfloat16)
         exact, sizes = F.linear(x.double(), matrix), F.linear(x.double().abs(), matrix.abs())
         error = (product(x, weight).double() - exact).abs()
         assert (error <= sizes * 2.0**-9 + exact.abs() * 2.0**-8).all()
 
 
-@pytest.mark.parametrize("kind", ["int4", "int4 with offsets", "int8", "float8"])
+@pytest.mark.parametrize("kind", ["int4", "int4 in half tiles"])
+def test_every_plan_for_few_rows(kind: str) -> None:
+    """Weights fill neither the last program nor the last step."""
+    weight = grouped(kind, 600, 1664)
+    matrix = unpack(weight, torch.float32).double()
+    for rows in (3, 16, 32):
+        x = torch.randn(rows, 1664, device="cuda", dtype=torch.bfloat16)
+        exact, sizes = F.linear(x.double(), matrix), F.linear(x.double().abs(), matrix.abs())
+        site = Site(600, 1664, rows, "none", None, False, False, INT4)
+        plans = [plan for plan in candidates(site, H200) if plan.kind == "direct"]
+        assert len(plans) > 2
+        for plan in plans:
+            out = torch.empty(rows, 600, device="cuda", dtype=torch.bfloat16)
+            direct_linear(x, weight, plan, out=out)
+            assert ((out.double() - exact).abs() <= sizes * 2.0**-9 + exact.abs() * 2.0**-8).all(), plan
+
+
+def test_a_norm_between_two_products() -> None:
+    """One product adds to the residual and prepares the norm, the next one ends it."""
+    first, second = grouped("int4", 1024, 4096), grouped("int4 with offsets", 2048, 1024)
+    plan = Plan("direct", 16, 128, 8, 8, stages=2, ahead=1, fused_norm=False)
+    for rows in (1, 5):
+        x = torch.randn(rows, 4096, device="cuda", dtype=torch.bfloat16) / 64
+        to = torch.randn(rows, 1024, device="cuda", dtype=torch.bfloat16)
+        norm = Norm(torch.randn(1024, device="cuda", dtype=torch.bfloat16) / 32, None, 1e-5)
+        bias = torch.randn(2048, device="cuda", dtype=torch.bfloat16)
+        total = to.double() + F.linear(x.double(), unpack(first, torch.float32).double())
+        prepared = direct_sum(x, first, plan, out=to, norm=norm)
+        torch.testing.assert_close(to.double(), total, rtol=0.02, atol=0.02)
+        out = torch.empty(rows, 1024, device="cuda", dtype=torch.bfloat16)
+        direct_linear(prepared, second, plan, out=out, bias=bias, activation="silu_mul")
+        normed = F.rms_norm(to.double(), (1024,), norm.weight.double(), norm.eps)
+        gate, up = F.linear(normed, unpack(second, torch.float32).double(), bias.double()).chunk(2, 1)
+        torch.testing.assert_close(out.double(), F.silu(gate) * up, rtol=0.02, atol=0.02)
+
+
+@pytest.mark.parametrize("kind", ["int4", "int4 with offsets", "int4 in half tiles", "int8", "float8"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_activations_and_sums_are_part_of_a_product(kind: str, dtype: torch.dtype) -> None:
     weight = grouped(kind, 512)

@@ -93,11 +93,14 @@ GROUPED_PRODUCTS = """
 from tests.kernels.compile_for import install
 compiled = install()
 import torch
-from asyncengine.kernels.cuda.gpu import H200
+from asyncengine.kernels.cuda.gpu import H200, L40S
 from asyncengine.kernels.cuda.linear.coded import coded_linear
+from asyncengine.kernels.cuda.linear.direct import direct_linear, direct_sum
 from asyncengine.kernels.cuda.linear.formats.registry import FORMATS
 from asyncengine.kernels.cuda.linear.grouped import GroupedMatrix, multiply
-from asyncengine.kernels.cuda.linear.plan import Site
+from asyncengine.kernels.cuda.linear.plan import Plan, Site
+from asyncengine.kernels.cuda.linear.residual import Unnormed
+from asyncengine.kernels.ops import Norm
 from asyncengine.kernels.weight import FLOAT8_GROUPS, INT4, INT8
 
 def matrix(form, dtype, table=None, offsets=None):
@@ -116,10 +119,16 @@ for weight in (
             for dtype in (torch.bfloat16, torch.float16)[:rows]:
                 site = Site(48, 256, rows, "none", "silu_mul", False, False, weight.form)
                 plan = FORMATS[weight.form].pattern(site, H200)
-                coded_linear(
-                    x.to(dtype), weight, plan, out=torch.empty(rows, 48, dtype=dtype),
-                    activation="silu_mul", arrivals=torch.empty(9, dtype=torch.int32), pdl=True,
-                )
+                out, x = torch.empty(rows, 48, dtype=dtype), x.to(dtype)
+                if plan.kind == "direct":
+                    direct_linear(x, weight, plan, out=out, activation="silu_mul", pdl=True)
+                plan, arrivals = FORMATS[weight.form].pattern(site, L40S), torch.empty(9, dtype=torch.int32)
+                coded_linear(x, weight, plan, out=out, activation="silu_mul", arrivals=arrivals, pdl=True)
+
+weight, plan = matrix(INT4, torch.uint8), Plan("direct", 32, 128, 4, 16, stages=1)
+x, norm = torch.empty(1, 256, dtype=torch.bfloat16), Norm(torch.empty(96, dtype=torch.bfloat16), None, 1e-5)
+prepared = direct_sum(x, weight, plan, out=x[:, :96].contiguous(), norm=norm)
+direct_linear(Unnormed(x, prepared.sums, 1e-5), weight, plan, out=torch.empty(1, 96))
 for name, kernel in compiled.items():
     multiply = [word for word in ("wgmma", "mma.sync") if word in kernel.asm["ptx"]]
     print(name.split()[0] + "".join(":" + word for word in multiply))
@@ -128,10 +137,11 @@ for name, kernel in compiled.items():
 
 def test_products_of_weights_in_codes_compile(tmp_path):
     """``multiply`` has a kernel of one row without tensor cores, one of few rows with them, and one that unpacks
-    weights for many. ``coded_linear`` has one kernel, which converts pairs of codes by instructions of its own."""
+    weights for many. ``coded_linear`` has one kernel, which converts pairs of codes by instructions of its own, and
+    ``direct_linear`` one for int4 and few rows."""
     compiled = run(tmp_path, "-c", GROUPED_PRODUCTS)
     others = ["_product_kernel"] * 4 + ["_product_kernel:mma.sync"] * 4 + ["_unpack_kernel"] * 4
-    assert sorted(compiled) == [*others, *["coded_kernel:mma.sync"] * 9]
+    assert sorted(compiled) == [*others, *["coded_kernel:mma.sync"] * 9, *["direct_kernel:mma.sync"] * 5]
 
 
 TMA_PLANS = """

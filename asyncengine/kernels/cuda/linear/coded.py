@@ -7,8 +7,8 @@ of its group's products and not to each weight, so that a weight costs two or th
 programs where the weight has too few rows to fill the card; the last of them to end adds the sums up, in the order of
 the splits.
 
-Columns come in tiles of 128. A tile of int4 is 64 bytes, which hold columns 0 to 63 in their low halves and 64 to 127
-in their high ones: so both halves of the bytes meet neighbours in x (see ``in_tiles``).
+Columns come in tiles of 128. A row of a tile of int4 is 64 bytes, which hold columns 0 to 63 in their low halves and 64
+to 127 in their high ones: so both halves of the bytes meet neighbours in x (see ``in_tiles``).
 """
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call, import-untyped"
 # mypy: disable-error-code="assignment, var-annotated, unreachable, misc"
@@ -23,7 +23,7 @@ from torch import Tensor
 from asyncengine.kernels.cuda.launch.compiling import kernel
 from asyncengine.kernels.cuda.launch.programmatic import INTERPRETED, launch_options, start_next, wait
 from asyncengine.kernels.cuda.linear.decode import nibbles, whole_bytes
-from asyncengine.kernels.cuda.linear.grouped import TILE, GroupedMatrix
+from asyncengine.kernels.cuda.linear.grouped import TILE, GroupedMatrix, at_tiles
 from asyncengine.kernels.cuda.linear.plan import Plan
 from asyncengine.kernels.cuda.linear.skinny import columns_of, finish, leave_part, load_bias, load_sum, weight_rows_of
 from asyncengine.kernels.ops import Activation
@@ -68,7 +68,8 @@ def coded_kernel(
     row = weight_rows_of(program, columns, ACT == "silu_mul", BN)
     all_rows = columns * 2 if ACT == "silu_mul" else columns
     m = block * BM + tl.arange(0, BM)
-    from_codes = codes + row[:, None] * (K // _TILE * WIDTH) + tl.arange(0, WIDTH)[None, :]
+    STEP: tl.constexpr = 8 * WIDTH if PACKED else WIDTH
+    from_codes = codes + (at_tiles(row, K) if PACKED else row * K)[:, None] + tl.arange(0, WIDTH)[None, :]
     from_x = x + tl.minimum(m, rows - 1)[None, :].to(tl.int64) * x_stride + tl.arange(0, WIDTH)[:, None]
     from_scales = scales + row
     first = split * TILES
@@ -85,7 +86,7 @@ def coded_kernel(
         following = tl.load(from_scales + tl.minimum(tile + 1, last - 1) * _TILE // G * all_rows).to(tl.float32)
         part = tl.zeros([BN, BM], tl.float32)
         if PACKED:
-            low, high = nibbles(tl.load(from_codes + tile * WIDTH), dtype, PLAIN)
+            low, high = nibbles(tl.load(from_codes + tile * STEP), dtype, PLAIN)
             x_low = tl.load(from_x + tile * _TILE).to(dtype)
             x_high = tl.load(from_x + tile * _TILE + HALF).to(dtype)
             part = tl.dot(low, x_low, part, input_precision="ieee")
@@ -106,7 +107,7 @@ def coded_kernel(
                     acc += shift * tl.sum(x_low.to(tl.float32) + x_high.to(tl.float32), 0)[None, :]
         else:
             value = tl.load(from_x + tile * _TILE).to(dtype)
-            w = whole_bytes(tl.load(from_codes + tile * WIDTH), dtype, PLAIN)
+            w = whole_bytes(tl.load(from_codes + tile * STEP), dtype, PLAIN)
             acc += tl.dot(w, value, part, input_precision="ieee") * scale[:, None]
             if offsets is not None:
                 shift = tl.load(offsets + group * all_rows + row).to(tl.float32)[:, None]

@@ -11,30 +11,25 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-# $0, $1: the low halves of four bytes; $2, $3: the high ones. 0x4300 is 128 in bfloat16, and 136 is 8 more.
-_NIBBLES = """{{
-.reg .b32 a, b, one, less;
-mov.b32 one, {one};
-mov.b32 less, {less};
-prmt.b32 a, $4, 0, 0x4140;
-prmt.b32 b, $4, 0, 0x4342;
-lop3.b32 $0, a, 0x000f000f, {magic}, 0xea;
-lop3.b32 $1, b, 0x000f000f, {magic}, 0xea;
-shr.b32 a, a, 4;
-shr.b32 b, b, 4;
-lop3.b32 $2, a, 0x000f000f, {magic}, 0xea;
-lop3.b32 $3, b, 0x000f000f, {magic}, 0xea;
-fma.rn.{type} $0, $0, one, less;
-fma.rn.{type} $1, $1, one, less;
-fma.rn.{type} $2, $2, one, less;
-fma.rn.{type} $3, $3, one, less;
-}}"""
-_NIBBLES_BF16 = tl.constexpr(
-    _NIBBLES.format(magic="0x43004300", type="bf16x2", one="0x3f803f80", less="0xc308c308").replace("\n", " ")
-)
-_NIBBLES_FP16 = tl.constexpr(
-    _NIBBLES.format(magic="0x64006400", type="f16x2", one="0x3c003c00", less="0xe408e408").replace("\n", " ")
-)
+
+def nibbles_of_word(word: str, low: tuple[str, str], high: tuple[str, str], *, half: bool) -> str:
+    """Instructions that make 4 + 4 numbers, in registers of two, of the low and the high halves of a word's 4 bytes.
+
+    0x4300 is 128 in bfloat16, 0x6400 is 1024 in float16, and 136 or 1032 is 8 more.
+    """
+    magic, kind = ("0x64006400", "f16x2") if half else ("0x43004300", "bf16x2")
+    one, less = ("0x3c003c00", "0xe408e408") if half else ("0x3f803f80", "0xc308c308")
+    lines = [f".reg .b32 a, b, c, d, one, less; mov.b32 one, {one}; mov.b32 less, {less};"]
+    lines += [f"prmt.b32 {made}, {word}, 0, {order};" for made, order in (("a", "0x4140"), ("b", "0x4342"))]
+    lines += [f"shr.b32 {made}, {source}, 4;" for made, source in (("c", "a"), ("d", "b"))]
+    for made, source in zip((*low, *high), "abcd", strict=True):
+        lines.append(f"lop3.b32 {made}, {source}, 0x000f000f, {magic}, 0xea; fma.rn.{kind} {made}, {made}, one, less;")
+    return " ".join(lines)
+
+
+_FOUR_BYTES = ("$4", ("$0", "$1"), ("$2", "$3"))
+_NIBBLES_BF16 = tl.constexpr(f"{{ {nibbles_of_word(*_FOUR_BYTES, half=False)} }}")
+_NIBBLES_FP16 = tl.constexpr(f"{{ {nibbles_of_word(*_FOUR_BYTES, half=True)} }}")
 
 # A byte in the last places of 2^23 is a float32; 0x4b000080 is 2^23 + 128.
 _BYTES = """{{

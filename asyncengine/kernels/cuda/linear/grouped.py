@@ -24,6 +24,8 @@ from asyncengine.kernels.weight import INT4
 
 MAX_ROWS = 256
 """Beyond, weights are unpacked for a library's product."""
+DIRECT_ROWS = 32
+"""Most rows for which the kernel of direct.py is considered."""
 TILE = 128
 """Columns of the weight that a program decodes at a time."""
 
@@ -35,7 +37,7 @@ class GroupedMatrix:
     form: str
     """a name of kernels/weight.py"""
     codes: Tensor
-    """[N, K / 2] of INT4, in tiles if TILE divides K (see ``in_tiles``), else [N, K]"""
+    """[N, K / 2] of INT4, in tiles if they fit (see ``in_tiles``), else [N, K]"""
     scales: Tensor
     """[K / G, N]"""
     offsets: Tensor | None
@@ -54,10 +56,16 @@ class GroupedMatrix:
         return self.shape[1] // len(self.scales)
 
     @property
+    def tiled(self) -> bool:
+        """True if the codes are those of ``in_tiles``."""
+        return self.form == INT4 and has_tiles(*self.shape)
+
+    @property
     def scales_sums(self) -> bool:
         """True if the kernel of coded.py multiplies it: each half of a tile lies in one group of plain numbers."""
         smallest = TILE // 2 if self.form == INT4 else TILE
-        return self.table is None and self.shape[1] % TILE == 0 and self.group % smallest == 0
+        fits = self.tiled if self.form == INT4 else self.shape[1] % TILE == 0
+        return self.table is None and fits and self.group % smallest == 0
 
     @property
     def nbytes(self) -> int:
@@ -67,29 +75,48 @@ class GroupedMatrix:
         return len(self.codes)
 
 
+def has_tiles(rows: int, columns: int) -> bool:
+    """Return whether ``in_tiles`` has an order for int4 codes of a weight [rows, columns]."""
+    return columns % TILE == 0 and rows % 8 == 0
+
+
 def in_tiles(codes: Tensor) -> Tensor:
-    """Bytes uint8 [N, K / 2] of int4, whose low halves are even columns, in tiles: byte i of a tile has its columns i
-    and i + TILE / 2. As they are if TILE does not divide K."""
-    if codes.shape[1] % (TILE // 2):
+    """Bytes uint8 [N, K / 2] of int4, whose low halves are even columns, in tiles of 8 rows and 128 columns; as they
+    are if these do not fill the weight.
+
+    A tile is 512 bytes: each thread of a warp reads 16, and has what the tensor cores take from it. Thread 4 g + t has
+    of row g the columns 16 t to 16 t + 15 in the low halves of its bytes, and 64 more in the high halves.
+    """
+    if not has_tiles(len(codes), codes.shape[1] * 2):
         return codes
-    halves = unpack_nibbles(codes).view(len(codes), -1, 2, TILE // 2)
-    return (halves[:, :, 0] | halves[:, :, 1] << 4).view(codes.shape)
+    halves = unpack_nibbles(codes).view(len(codes) // 8, 8, -1, 2, TILE // 2).transpose(1, 2)
+    return (halves[:, :, :, 0] | halves[:, :, :, 1] << 4).reshape(codes.shape)
 
 
 @triton.jit
-def _decode(codes, scales, offsets, table, row, first, columns, K: tl.constexpr, BK: tl.constexpr, G: tl.constexpr):
+def at_tiles(row, K: tl.constexpr):
+    """Places of a row's bytes in its first tile; those of tile i lie 512 i behind (see ``in_tiles``)."""
+    return row // 8 * (4 * K) + row % 8 * 64
+
+
+@triton.jit
+def _decode(
+    codes, scales, offsets, table, row, first, columns,
+    K: tl.constexpr, BK: tl.constexpr, G: tl.constexpr, TILED: tl.constexpr,
+):  # fmt: skip
     """The weights of rows [BN] of [columns] and columns [first, first + BK) in float32; zeros behind the last column.
 
-    BK is TILE.
+    BK is TILE. TILED: codes are those of ``in_tiles``.
     """
     BN: tl.constexpr = row.shape[0]
     GROUPS: tl.constexpr = BK // G if G < BK else 1
     if codes.dtype.element_ty == tl.uint8:
-        pair = first // 2 + tl.arange(0, BK // 2)
-        packed = tl.load(codes + row[:, None] * (K // 2) + pair[None, :], mask=(pair < K // 2)[None, :], other=0)
-        if K % BK == 0:  # in tiles
+        if TILED:
+            packed = tl.load(codes + at_tiles(row, K)[:, None] + first * 4 + tl.arange(0, BK // 2)[None, :])
             index = tl.reshape(tl.permute(tl.join(packed & 15, packed >> 4), (0, 2, 1)), [BN, BK]).to(tl.int32)
         else:
+            pair = first // 2 + tl.arange(0, BK // 2)
+            packed = tl.load(codes + row[:, None] * (K // 2) + pair[None, :], mask=(pair < K // 2)[None, :], other=0)
             index = tl.interleave(packed & 15, packed >> 4).to(tl.int32)
         numbers = index.to(tl.float32) - 8.0 if table is None else tl.load(table + index)
     else:
@@ -122,6 +149,7 @@ def _product_kernel(
     BM: tl.constexpr,
     BN: tl.constexpr,
     BK: tl.constexpr,
+    TILED: tl.constexpr,
     WIDEN: tl.constexpr,
 ):
     """out [M, N] = x [M, K] times the weight [N, K], transposed, plus the bias; BM 1: of one row."""
@@ -132,7 +160,7 @@ def _product_kernel(
     dtype: tl.constexpr = x.dtype.element_ty
     acc = tl.zeros([BN, BK if BM == 1 else BM], tl.float32)
     for first in tl.range(0, K, BK):
-        w = _decode(codes, scales, offsets, table, row, first, columns, K, BK, G).to(dtype)
+        w = _decode(codes, scales, offsets, table, row, first, columns, K, BK, G, TILED).to(dtype)
         k = first + tl.arange(0, BK)
         if BM == 1:
             acc += w.to(tl.float32) * tl.load(x + k, mask=k < K, other=0.0).to(tl.float32)[None, :]
@@ -151,12 +179,13 @@ def _product_kernel(
 
 @kernel
 def _unpack_kernel(
-    codes, scales, offsets, table, out, columns, K: tl.constexpr, G: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr
-):
+    codes, scales, offsets, table, out, columns,
+    K: tl.constexpr, G: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, TILED: tl.constexpr,
+):  # fmt: skip
     """out [N, K] = the weight, its columns in the order of the codes."""
     n = tl.program_id(0) * BN + tl.arange(0, BN)
     first = tl.program_id(1) * BK
-    w = _decode(codes, scales, offsets, table, tl.minimum(n, columns - 1).to(tl.int64), first, columns, K, BK, G)
+    w = _decode(codes, scales, offsets, table, tl.minimum(n, columns - 1).to(tl.int64), first, columns, K, BK, G, TILED)
     k = first + tl.arange(0, BK)
     to = out + n.to(tl.int64)[:, None] * K + k[None, :]
     tl.store(to, w.to(out.dtype.element_ty), mask=(n < columns)[:, None] & (k < K)[None, :])
@@ -180,8 +209,8 @@ def multiply(x: Tensor, weight: GroupedMatrix, bias: Tensor | None, dtype: torch
         block_columns, warps = 32 if columns <= 1 << 13 else 64, 4
     _product_kernel[(triton.cdiv(columns, block_columns), triton.cdiv(rows, block_rows))](
         x, weight.codes, weight.scales, weight.offsets, weight.table, bias, out, rows, columns, x.stride(0),
-        K=inner, G=weight.group, BM=block_rows, BN=block_columns, BK=TILE, WIDEN=must_widen(x.dtype),
-        num_warps=warps, num_stages=3,
+        K=inner, G=weight.group, BM=block_rows, BN=block_columns, BK=TILE, TILED=weight.tiled,
+        WIDEN=must_widen(x.dtype), num_warps=warps, num_stages=3,
     )  # fmt: skip
     return out
 
@@ -192,6 +221,6 @@ def unpack(weight: GroupedMatrix, dtype: torch.dtype) -> Tensor:
     out = torch.empty(columns, inner, dtype=dtype, device=weight.codes.device)
     _unpack_kernel[(triton.cdiv(columns, 32), triton.cdiv(inner, TILE))](
         weight.codes, weight.scales, weight.offsets, weight.table, out, columns, K=inner, G=weight.group, BN=32,
-        BK=TILE, num_warps=4,
+        BK=TILE, TILED=weight.tiled, num_warps=4,
     )  # fmt: skip
     return out

@@ -16,7 +16,7 @@ MAX_ROWS = 256
 SKINNY_ROWS = 32
 
 NormKind = Literal["none", "rms", "layer"]
-PlanKind = Literal["vector", "skinny", "tiled", "tma", "coded", "cublas"]
+PlanKind = Literal["vector", "skinny", "tiled", "tma", "coded", "direct", "cublas"]
 WeightKind: TypeAlias = str
 """Name, in a site, of how weights are stored: one of the kinds of a format (see formats/base.py)."""
 FusedActivation = Literal["silu_mul", "gelu", "gelu_tanh"]
@@ -72,8 +72,10 @@ class Plan:
     """rows of x in a tile"""
     split: int = 1
     stages: int = 1
+    """steps of K whose tiles are in shared memory; of a direct plan, tiles of K in a step of a warp"""
     ahead: int = 0
-    """steps whose weights are loaded ahead of the wait; 0 is all"""
+    """of a skinny plan, steps whose weights are loaded ahead of the wait, 0 for all; of a direct one, steps whose x
+    is"""
     fused_norm: bool = True
     """the norm, and for float8 weights the quantising of x, is part of the kernel and not one of its own"""
 
@@ -86,7 +88,11 @@ class Plan:
     def prepares_norm(self) -> bool:
         """True if the kernel, when it adds to the residual, can prepare the norm that reads the sum (see
         residual.py)."""
-        return self.kind in ("tma", "skinny") and not self.leaves_parts
+        return self.kind in ("tma", "skinny", "direct") and not self.leaves_parts
+
+    def ends_norm(self, norm: Norm) -> bool:
+        """Return whether the kernel can end a norm that was prepared."""
+        return self.kind == "tma" or (self.kind == "direct" and norm.bias is None)
 
     def shared_elements(self) -> int:
         """Elements in shared memory that the tiles of a program take; 0 if the program keeps them in registers."""
@@ -102,6 +108,8 @@ class Plan:
         """Return whether the plan can multiply weights of this shape. The answer does not depend on a norm."""
         if self.kind == "cublas":
             return True
+        if self.kind == "direct":
+            return inner % self.inner == 0 and columns % 8 == 0
         if self.kind == "coded":
             return inner % self.inner == 0 and inner // self.inner >= self.split
         if self.kind == "tma" and (self.inner % 64 or inner % 8 or (gated and columns % 8)):

@@ -21,9 +21,9 @@ from asyncengine.kernels.cuda.rows.tensors import empty_rows
 from asyncengine.kernels.ops import Activation, Norm
 
 try:
-    from asyncengine.kernels.cuda.linear import tma, tma_ranks
+    from asyncengine.kernels.cuda.linear import direct, tma, tma_ranks
 except ImportError:  # Gluon is an experimental part of Triton, which another version may have elsewhere
-    tma = tma_ranks = None  # type: ignore[assignment]
+    direct = tma = tma_ranks = None  # type: ignore[assignment]
 
 
 class Projections:
@@ -81,7 +81,7 @@ class Projections:
         x = form.operand(x, plan, pdl=self._pdl)
         if plan.leaves_parts:
             residual.leave_parts(tma.tma_parts(as_tensor(x), as_tensor(weight), plan, bias=bias, **self._options))
-        elif self._gpu.tma and form.prepares_norms and plan.prepares_norm:
+        elif self._gpu.tma and form.prepares_norms and plan.prepares_norm and to.dtype == torch.bfloat16:
             residual.put_off(partial(self._add, Operand(x), handle, plan, to))
         elif plan.kind != "cublas":
             self._launch(Operand(x), handle, plan, out=to, add=True)
@@ -98,7 +98,10 @@ class Projections:
         if norm is None:
             self._launch(operand, handle, plan, out=to, add=True)
             return None
-        x, weight, bias = as_tensor(operand.x), as_tensor(handle.weight), handle.bias
+        x, weight, bias = as_tensor(operand.x), handle.weight, handle.bias
+        if isinstance(weight, GroupedMatrix):
+            return direct.direct_sum(x, weight, plan, out=to, norm=norm, bias=bias, pdl=self._pdl)
+        weight = as_tensor(weight)
         if plan.kind == "tma":
             return tma.tma_sum(x, weight, plan, out=to, norm=norm, bias=bias, **self._options)
         return linear(x, weight, plan, out=to, bias=bias, add=True, reader=norm, pdl=self._pdl)
@@ -106,9 +109,14 @@ class Projections:
     def _end_norm(
         self, x: Unnormed, norm: Norm, handle: CudaLinear, plan: Plan, activation: FusedActivation | None
     ) -> Tensor:
+        y = empty_rows(len(x.x), handle.columns(activation), x.x.dtype, self._device)
+        if isinstance(handle.weight, GroupedMatrix):
+            direct.direct_linear(
+                x, handle.weight, plan, out=y, bias=handle.bias, activation=activation, pdl=self._pdl
+            )  # fmt: skip
+            return y
         weight = as_tensor(handle.weight)
         bias, shift = self._fold(norm, weight, handle.bias)
-        y = empty_rows(len(x.x), handle.columns(activation), x.x.dtype, self._device)
         tma.tma_linear(x, weight, plan, out=y, bias=bias, shift=shift, activation=activation, **self._options)
         return y
 
@@ -148,6 +156,10 @@ class Projections:
                 x, weight, plan, out=out, bias=bias, activation=activation, add=add, arrivals=self._arrivals,
                 pdl=self._pdl,
             )  # fmt: skip
+        elif plan.kind == "direct":
+            assert isinstance(x, Tensor)
+            assert isinstance(weight, GroupedMatrix)
+            direct.direct_linear(x, weight, plan, out=out, bias=bias, activation=activation, add=add, pdl=self._pdl)
         else:
             linear(
                 x, weight, plan, out=out, bias=bias, norm=norm, activation=activation, add=add, index=index,

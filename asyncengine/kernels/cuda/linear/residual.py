@@ -114,7 +114,7 @@ class Residual:
         ``form`` is that of the weights. With an ``index`` int64 [S] the projection reads these rows alone, and parts
         stay parts.
         """
-        if self.state == "put off" and plan.kind == "tma" and index is None:
+        if self.state == "put off" and plan.ends_norm(norm) and index is None:
             unnormed = self._launch(norm)
             assert unnormed is not None
             return Operand(unnormed, norm)

@@ -36,22 +36,16 @@ from asyncengine.kernels.cuda.launch.cache_policy import marks_of_operands
 from asyncengine.kernels.cuda.launch.gluon import (
     GluonKernel,
     copy_tile,
-    next_power_of_2,
     stretches,
     sums_layout,
     tiles_of,
     whole_tiles_of,
 )
 from asyncengine.kernels.cuda.launch.programmatic import TmaOptions, launch_options
+from asyncengine.kernels.cuda.linear.ends import activate_sums, load_sums, store_norm, store_unnormed_rows
 from asyncengine.kernels.cuda.linear.plan import Plan
 from asyncengine.kernels.cuda.linear.residual import Unnormed
-from asyncengine.kernels.cuda.rows.activation import activate, gelu_gate
-from asyncengine.kernels.cuda.rows.norms import store_unnormed
 from asyncengine.kernels.ops import Activation, Norm
-
-_activate = gluon.jit(activate.fn)
-_gelu_gate = gluon.jit(gelu_gate.fn)
-_store_unnormed = gluon.jit(store_unnormed.fn)
 
 
 def tma_linear(
@@ -181,41 +175,6 @@ def _copy_weights(weight, column, k, ready, to, GATED: gl.constexpr, MARK: gl.co
 
 
 @gluon.jit
-def _sigmoid(x):
-    """Good to some 2^-22, in a third of the instructions that ``gl.exp`` and a division take, who mind denormals."""
-    return gl.inline_asm_elementwise(
-        "ex2.approx.ftz.f32 $0, $1; add.f32 $0, $0, 0f3F800000; rcp.approx.ftz.f32 $0, $0;",
-        "=f,f",
-        [x * -1.4426950408889634],
-        dtype=gl.float32,
-        is_pure=True,
-        pack=1,
-    )
-
-
-@gluon.jit
-def _load_sums(sums, row, rows, BM: gl.constexpr, TILES: gl.constexpr, WARPS: gl.constexpr):
-    """Load the sums of a norm that is read, by tile: [tiles, BM]. A thread, or the one next to it, has all tiles of a
-    row."""
-    ACROSS: gl.constexpr = 32 if BM >= 32 else BM
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 1], [32 // ACROSS, ACROSS], [1, WARPS], [1, 0])
-    tile = gl.arange(0, next_power_of_2(TILES), gl.SliceLayout(1, LAYOUT))[:, None]
-    m = row + gl.arange(0, BM, gl.SliceLayout(0, LAYOUT))[None, :]
-    return gl.load(sums + tile * rows + m, mask=(tile < TILES) & (m < rows), other=0.0)
-
-
-@gluon.jit
-def _store_norm(to, squares, values, eps, K: gl.constexpr):
-    """Store the factors of the rows, and for a LayerNorm their means, to shared memory [1 or 2, BM]."""
-    square = gl.sum(squares, 0) / K
-    if to.shape[0] == 2:
-        mean = gl.sum(values, 0) / K
-        to.index(1).store(mean)
-        square -= mean * mean
-    to.index(0).store(gl.rsqrt(square + eps))
-
-
-@gluon.jit
 def _multiply(acc, w, x, ready, phase, BN: gl.constexpr, GATED: gl.constexpr):
     """A step of K. That of Hopper's own instruction is done when the one before it is waited for."""
     BM: gl.constexpr = x.shape[0]
@@ -333,8 +292,8 @@ def _tma_kernel(
         added = gl.load(at, mask=there, other=0.0)
     if READS > 0:  # and nobody waits for them until the products are made
         norms = gl.allocate_shared_memory(gl.float32, [READS, BM], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-        squares = _load_sums(sums, row, rows, BM, TILES, WARPS)
-        values = _load_sums(sums + TILES * rows, row, rows, BM, TILES, WARPS) if READS == 2 else squares
+        squares = load_sums(sums, row, rows, BM, TILES, WARPS)
+        values = load_sums(sums + TILES * rows, row, rows, BM, TILES, WARPS) if READS == 2 else squares
 
     for step in range(STEPS):
         slot = step % STAGES
@@ -347,7 +306,7 @@ def _tma_kernel(
             _copy_weights(weight, column, k, ready.index(free), ws.index(free), GATED, W_MARK, wanted)
             copy_tile(x, (row, k), ready.index(free), xs.index(free), X_MARK, wanted)
     if READS > 0:
-        _store_norm(norms, squares, values, eps, K)
+        store_norm(norms, squares, values, eps, K)
     acc = gl.sum(gl.convert_layout(acc, TOGETHER), 0) if NARROW else warpgroup_mma_wait(0, (acc,))
 
     if READS == 2:
@@ -356,18 +315,10 @@ def _tma_kernel(
         acc *= norms.index(0).load(gl.SliceLayout(0, SUMS))[None, :]
     if BIAS:
         acc += offset.to(gl.float32)[:, None]
-    if GATED:
-        pairs = gl.permute(gl.reshape(acc, [BN // 16, 2, 8, BM]), (0, 2, 3, 1))
-        gate, up = gl.split(pairs)
-        acc = gl.reshape(gate * _sigmoid(gate) * up, [WIDTH, BM])
-    elif FUSED == "gelu_tanh":
-        acc *= _sigmoid(_gelu_gate(acc))
-    elif FUSED != "none":
-        acc = _activate(acc, FUSED)
-    y = gl.convert_layout(acc, STORED)
+    y = gl.convert_layout(activate_sums(acc, FUSED), STORED)
     if ADD:
         y += added.to(gl.float32)
     y = y.to(out.dtype.element_ty)
     gl.store(at, y, mask=there)
     if WRITES > 0:
-        _store_unnormed(y, gain, scaled, sums, program, gl.num_programs(1), n, m, rows, columns, WRITES)
+        store_unnormed_rows(y, gain, scaled, sums, program, gl.num_programs(1), n, m, rows, columns, WRITES)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from asyncengine.kernels.cuda.gpu import Gpu
 from asyncengine.kernels.cuda.linear.formats.base import Matrix, Packed, PlainInputs, as_tensor, join_biases
-from asyncengine.kernels.cuda.linear.grouped import MAX_ROWS, TILE, GroupedMatrix, in_tiles, multiply
+from asyncengine.kernels.cuda.linear.grouped import DIRECT_ROWS, MAX_ROWS, TILE, GroupedMatrix, in_tiles, multiply
 from asyncengine.kernels.cuda.linear.plan import Plan, Site, WeightKind, round_rows
 from asyncengine.kernels.grouped import CODES, are_alike
 from asyncengine.kernels.ops import Norm
@@ -19,17 +19,19 @@ from asyncengine.kernels.weight import INT4, PackedWeight
 class Grouped(PlainInputs):
     """Implements ``Format`` for matrices of codes.
 
-    ``coded``: the kernel of coded.py multiplies them, up to MAX_ROWS rows. Others, and more rows, are for ``product``,
-    which chooses its kernels itself.
+    ``coded``: the kernel of coded.py multiplies them, up to MAX_ROWS rows, and that of direct.py int4 for few rows of
+    16 bits on cards that have Gluon's kernels. Others, and more rows, are for ``product``, which chooses its kernels
+    itself.
     """
 
     needs = "any GPU"
-    prepares_norms = False
+    prepares_norms = True
 
     def __init__(self, form: str, *, coded: bool = True) -> None:
         self._form, self._coded = form, coded
         self._kind = form if coded else f"{form}, rare"
-        self.bits: Mapping[WeightKind, int] = {self._kind: 4 if form == INT4 else 8}
+        self._wide_kind = f"{form} beside float32" if coded else self._kind
+        self.bits: Mapping[WeightKind, int] = dict.fromkeys((self._kind, self._wide_kind), 4 if form == INT4 else 8)
 
     def runs_on(self, gpu: Gpu) -> bool:
         return True
@@ -57,7 +59,7 @@ class Grouped(PlainInputs):
         return weight
 
     def kind(self, dtype: torch.dtype) -> WeightKind:
-        return self._kind
+        return self._wide_kind if dtype == torch.float32 else self._kind
 
     def fits(self, plan: Plan, x: Matrix, norm: Norm | None, index: Tensor | None) -> bool:
         return False
@@ -80,7 +82,15 @@ class Grouped(PlainInputs):
 
     def pattern(self, site: Site, gpu: Gpu) -> Plan | None:
         """K is split until there are programs for the card: several for each multiprocessor where they mostly wait for
-        memory, which 4 bits and few rows make them do (bench/log/quantised.md)."""
+        memory, which 4 bits and few rows make them do (bench/log/quantised.md).
+
+        For int4 and few rows each warp has tiles of K of its own, in a step two or four, while there are enough.
+        """
+        if self._kind == INT4 == site.weight and gpu.tma and site.rows <= DIRECT_ROWS:
+            rows, many = max(8, round_rows(site.rows)), site.weight_rows > 64 * gpu.multiprocessors
+            columns, warps = (32, 4) if many else (32 if rows == 32 else 16, 8)
+            units = 2 if rows == 8 and site.inner >= 2 * warps * TILE else 1
+            return Plan("direct", columns, TILE, warps, rows, 1, units, 1, fused_norm=False)
         columns, warps = (32, 2) if 8 < site.rows <= 32 else (64, 4)
         rows = min(64, max(8, round_rows(site.rows)))
         programs = -(-site.weight_rows // columns) * -(-site.rows // rows)

@@ -41,7 +41,7 @@ def shared_bytes(plan: Plan, kind: WeightKind) -> int:
 
 def runs_on(plan: Plan, gpu: Gpu, kind: WeightKind) -> bool:
     """Return whether the card has all that the plan's kernel needs for such weights."""
-    if (plan.kind == "tma" and not gpu.tma) or not format_of_kind(kind).runs_on(gpu):
+    if (plan.kind in ("tma", "direct") and not gpu.tma) or not format_of_kind(kind).runs_on(gpu):
         return False
     return shared_bytes(plan, kind) <= gpu.shared_bytes
 
