@@ -92,6 +92,7 @@ class RequestSpec:
         salt: int = 0, sampling: SamplingState = ..., stop_tokens: Sequence[int] = (), delay_ns: int = 0,
         reserved: bool = False, tenant: int = 0, extras: RequestExtras = ...,
     ) -> None: ...  # fmt: skip
+    delay_ns: int
 
 class MaskChannel:
     """Masks of a sequence, one at a time: a bit for each token, 1 if it may come, 32 a word from the lowest."""
@@ -714,6 +715,8 @@ class StepLoop:
     def stop(self, limit_s: float) -> bool:
         """False: the executor still runs after limit_s, and its memory is leaked rather than freed."""
     def submit(self, spec: RequestSpec) -> SubmitResult: ...
+    def check(self, spec: RequestSpec) -> SubmitResult:
+        """Return what submit() would with an empty queue; nothing happens."""
     def abort(self, id: int, index: int = -1) -> None:
         """One sequence of a request, or all; no-op for a request that has ended."""
     def drain(self) -> tuple[list[SequenceNews], bool]:
@@ -725,8 +728,9 @@ class StepLoop:
         """Return why steps failed whose requests drain() gave with step_failed since the last call, one line each."""
     def stats(self) -> dict[str, int]:
         """Every statistic by its name: csrc/core/stats.inl lists them."""
-    def load(self) -> tuple[int, int]:
-        """Return the sequences that run or wait, and the prompt tokens that no step has begun: cheaper than stats()."""
+    def load(self) -> tuple[int, int, int, int, int]:
+        """Return num_requests_running, num_requests_waiting, queued_requests, queued_tokens and num_free_blocks of
+        stats(), at a fraction of its cost."""
     def step_tokens(self) -> StepTokens: ...
     def watch(self, on: bool) -> None:
         """Record steps from now on, or no longer."""

@@ -95,7 +95,8 @@ class EngineConfig:
     there is a GPU."""
     data_parallel_size: int = 1
     """Engines in this process, each with the whole model on a device of its own. GPUs are taken from the one that
-    ``device`` names upwards; on the CPU the engines share the cores. Limits and sizes are those of each engine."""
+    ``device`` names upwards; on the CPU the engines share the cores. Sizes are those of each engine; limits
+    of the queue are those of all engines together."""
     seed: int = 0
     """Seed of dummy weights and of the seeds drawn for requests that bring none."""
 

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
-import logging
 import os
 import random
-from collections.abc import Callable, Coroutine, Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Self
 
 from asyncengine._core import BlockChange, StepTokens
 from asyncengine.api.outputs import (
@@ -19,68 +18,53 @@ from asyncengine.api.outputs import (
     EmbeddingOutput,
     PairScores,
     Pooling,
-    Usage,
 )
 from asyncengine.api.request import Prompt, SamplingParams
 from asyncengine.api.stats import DebugStats, EngineLoad, EngineSnapshot, EngineStats
 from asyncengine.config import EngineConfig
+from asyncengine.engine.common_queue import CommonQueue
 from asyncengine.engine.engine import AsyncEngine
 from asyncengine.engine.life import Health
 from asyncengine.engine.many import Many
+from asyncengine.engine.scoring import Scoring
 from asyncengine.engine.stream import RequestStream
-from asyncengine.engine.vectors import checked_prompts
-from asyncengine.engine.warmth import PIECE_TOKENS, Pieces, Warmth, pieces_of
-from asyncengine.errors import (
-    EngineClosedError,
-    EngineDeadError,
-    EngineOverloadedError,
-    InvalidRequestError,
-)
+from asyncengine.engine.submission import Submission
+from asyncengine.engine.vectors import Vectors
+from asyncengine.errors import EngineClosedError, EngineDeadError, RequestAbortedError
 from asyncengine.runner.backend import Backend, choose_device
 
 if TYPE_CHECKING:
     from asyncengine.api.model_info import ModelInfo
     from asyncengine.text.tokenizer import Tokenizer
 
-logger = logging.getLogger(__name__)
-
-ROW_TOKENS = 32
-"""A sequence that runs or waits holds up a new prompt as so many tokens of another prompt do, about."""
 _HEALTHS: tuple[Health, ...] = ("ready", "loading", "draining", "dead", "closed")
-
-T = TypeVar("T", EmbeddingOutput, ClassificationOutput, PairScores)
 
 
 class DataParallelEngine(AsyncEngine):
     """Several engines behind one. ``AsyncEngine.from_pretrained(..., data_parallel_size=2)`` makes it.
 
-    A request goes to one engine and stays there: the one where the fewest tokens are left to compute before its own
-    first token, with what waits there and what its prefix cache lacks of the prompt. An engine that dies gets no more
-    requests; those that it had end with EngineDeadError. ``health`` is "dead" once all engines are.
+    Requests wait in one queue, in the order in which one engine would serve them, until an engine has room
+    (asyncengine/engine/common_queue.py). Then a request goes to one engine and stays there. An engine that dies gets no
+    more requests; those that it had end with EngineDeadError. ``health`` is "dead" once all engines are.
     """
 
     def __init__(self, engines: Sequence[AsyncEngine]) -> None:
-        """``engines`` have the same model and have not been started."""
+        """``engines`` have the same model and configuration, and have not been started."""
         if not engines:
             raise ValueError("a front needs at least one engine")
         self.config = engines[0].config
         self.engines = tuple(engines)
-        self._warmth = {engine: Warmth(0) for engine in self.engines}
-        self._turns = itertools.count()
-        self._names = itertools.count(1)
+        self._queue = CommonQueue(self.config, [engine._life for engine in engines])
+        seeds = random.Random(self.config.seed)
+        self._ways = {engine: _Way(engine, seeds, self._queue) for engine in engines}
         most = sum(engine.config.max_num_seqs for engine in engines)
         self._many = Many(lambda: self.model_info, lambda: self.health, most)
 
     @classmethod
     def of(cls, config: EngineConfig, load: Callable[[EngineConfig], Backend]) -> Self:
         """Make ``config.data_parallel_size`` engines, each for a device of its own; on the CPU they share the cores."""
-        seeds = random.Random(config.seed)
-        return cls(
-            [
-                AsyncEngine(_config_of(config, rank), partial(_load_on_device, load, rank), seeds=seeds)
-                for rank in range(config.data_parallel_size)
-            ]
-        )
+        ranks = range(config.data_parallel_size)
+        return cls([AsyncEngine(_config_of(config, rank), partial(_load_on_device, load, rank)) for rank in ranks])
 
     # ---- life ----
 
@@ -94,13 +78,29 @@ class DataParallelEngine(AsyncEngine):
         except BaseException:
             await self.aclose(drain=False)
             raise
-        for engine in self.engines:
-            info = engine.model_info
-            self._warmth[engine] = Warmth(info.num_kv_blocks * info.block_size // PIECE_TOKENS)
+        self._queue.open()
 
     async def aclose(self, drain: bool = True, timeout_s: float = 30.0) -> None:
-        """See ``AsyncEngine.aclose``. The engines close at the same time."""
-        closing = (engine.aclose(drain, timeout_s) for engine in self.engines)
+        """See ``AsyncEngine.aclose``. Requests that wait still go to the engines, which close at the same time."""
+        until = time.monotonic() + timeout_s
+        lives = [engine._life for engine in self._alive()]
+        for life in lives:
+            life.check_loop()
+            life.refuse_requests()
+        try:
+            if drain and lives:
+                async with asyncio.timeout(timeout_s):
+                    await self._queue.idle.wait()
+        except TimeoutError:
+            pass
+        finally:
+            await self._close(drain, until)
+
+    async def _close(self, drain: bool, until: float) -> None:
+        for stream in self._queue:
+            stream.fail(EngineClosedError("the engine was closed before the request was finished"))
+        self._queue.close()
+        closing = (engine.aclose(drain, max(0.0, until - time.monotonic())) for engine in self.engines)
         for error in await asyncio.gather(*closing, return_exceptions=True):
             if isinstance(error, BaseException):
                 raise error
@@ -117,34 +117,30 @@ class DataParallelEngine(AsyncEngine):
         cache_salt: str | None = None,
         tenant: str | None = None,
     ) -> RequestStream:
-        """See ``AsyncEngine.submit``. EngineOverloadedError is raised when the queues of all engines are full."""
-        pieces = pieces_of(prompt, cache_salt if isinstance(cache_salt, str) else None)
-        if request_id is None:
-            request_id = f"dp-{next(self._names)}"
-        elif any(engine.has_request(request_id) for engine in self._alive()):
-            raise InvalidRequestError(f"request_id {request_id!r} is in use", param="request_id")
-        error: Exception = self._gone()
-        for engine in self._by_load(pieces):
+        """See ``AsyncEngine.submit``. The limits are those of all queues together."""
+        while True:
+            engine = self._some()[0]
             try:
-                stream = await engine.submit(
+                return await self._ways[engine].submission.submit(
                     prompt, params, request_id=request_id, priority=priority, cache_salt=cache_salt, tenant=tenant
                 )
-            except (EngineOverloadedError, EngineDeadError) as e:
-                error = e
-                continue
-            self._warmth[engine].add(pieces)
-            return stream
-        raise error
+            except EngineDeadError:  # while it made the prompt's token ids
+                if engine.health == "ready" or not self._alive():
+                    raise
 
     def abort(self, request_id: str) -> bool:
         """See ``AsyncEngine.abort``."""
+        if (key := self._queue.named(request_id)) is not None:
+            self._queue.check_loop()
+            self._queue.fail(key, RequestAbortedError(f"request {request_id} was aborted"))
+            return True
         return any(engine.abort(request_id) for engine in self._some())
 
     def has_request(self, request_id: str) -> bool:
         """See ``AsyncEngine.has_request``."""
-        return any(engine.has_request(request_id) for engine in self.engines)
+        return any(engine.has_request(request_id) for engine in self.engines) or bool(self._queue.named(request_id))
 
-    # ---- vectors, scores, texts ----
+    # ---- vectors, scores, texts: an engine makes the requests, and any of them serves each ----
 
     async def embed(
         self,
@@ -155,40 +151,24 @@ class DataParallelEngine(AsyncEngine):
         dimensions: int | None = None,
         **terms: Any,
     ) -> EmbeddingOutput:
-        """See ``AsyncEngine.embed``. Each engine gets a share of the prompts."""
-
-        def ask(engine: AsyncEngine, share: slice) -> Coroutine[Any, Any, EmbeddingOutput]:
-            return engine.embed(
-                listed[share], pooling=pooling, normalize=normalize, dimensions=dimensions, **terms
-            )  # fmt: skip
-
-        listed = checked_prompts(prompts, "prompts")
-        return _joined(await self._shared(len(listed), ask))
+        """See ``AsyncEngine.embed``."""
+        return await self._way.vectors.embed(
+            prompts, pooling=pooling, normalize=normalize, dimensions=dimensions, terms=terms
+        )
 
     async def classify(self, prompts: Prompt | Sequence[Prompt], **terms: Any) -> ClassificationOutput:
-        """See ``AsyncEngine.classify``. Each engine gets a share of the prompts."""
-        listed = checked_prompts(prompts, "prompts")
-        return _joined(await self._shared(len(listed), lambda engine, share: engine.classify(listed[share], **terms)))
+        """See ``AsyncEngine.classify``."""
+        return await self._way.vectors.classify(prompts, terms)
 
     async def score_pairs(self, queries: Sequence[str], documents: Sequence[str], **terms: Any) -> PairScores:
-        """See ``AsyncEngine.score_pairs``. Each engine gets a share of the pairs."""
-        if isinstance(queries, str) or isinstance(documents, str) or len(queries) != len(documents):
-            return await self._least().score_pairs(queries, documents, **terms)  # it says what is wrong
-        return _joined(
-            await self._shared(
-                len(queries),
-                lambda engine, share: engine.score_pairs(queries[share], documents[share], **terms),
-            )
-        )
+        """See ``AsyncEngine.score_pairs``."""
+        return await self._way.vectors.score_pairs(queries, documents, terms)
 
     async def score(
         self, prompt: str | Sequence[int], continuation: str | Sequence[int], **terms: Any
     ) -> ContinuationScore:
         """See ``AsyncEngine.score``."""
-        pieces = pieces_of(prompt, None)
-        engine = self._by_load(pieces)[0]
-        self._warmth[engine].add(pieces)
-        return await engine.score(prompt, continuation, **terms)
+        return await self._way.scoring.score(prompt, continuation, partial(self.generate, **terms))
 
     async def tokenize(
         self,
@@ -199,7 +179,7 @@ class DataParallelEngine(AsyncEngine):
         truncation_side: str = "left",
     ) -> list[int]:
         """See ``AsyncEngine.tokenize``."""
-        return await self._least().tokenize(
+        return await self._some()[0].tokenize(
             prompt,
             add_special_tokens=add_special_tokens,
             truncate_prompt_tokens=truncate_prompt_tokens,
@@ -208,7 +188,7 @@ class DataParallelEngine(AsyncEngine):
 
     async def detokenize(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
         """See ``AsyncEngine.detokenize``."""
-        return await self._least().detokenize(token_ids, skip_special_tokens=skip_special_tokens)
+        return await self._some()[0].detokenize(token_ids, skip_special_tokens=skip_special_tokens)
 
     # ---- what the engines tell of themselves ----
 
@@ -232,21 +212,38 @@ class DataParallelEngine(AsyncEngine):
         return _sum(self.engine_stats())
 
     def load(self) -> EngineLoad:
-        """See ``AsyncEngine.load``. Sums over the engines."""
-        return EngineLoad(*map(sum, zip(*(engine.load() for engine in self.engines), strict=True)))
+        """See ``AsyncEngine.load``. Sums over the engines, with what waits in front of them."""
+        requests, tokens = map(sum, zip(*(engine.load() for engine in self.engines), strict=True))
+        return EngineLoad(requests + len(self._queue), tokens + self._queue.tokens)
 
     def engine_stats(self) -> list[EngineStats]:
-        """See ``AsyncEngine.engine_stats``. They are in the order of ``engines``."""
-        return [engine.stats() for engine in self.engines]
+        """See ``AsyncEngine.engine_stats``. They are in the order of ``engines``. Of the requests that wait in front of
+        the engines, each engine that serves counts an equal share."""
+        each = [engine.stats() for engine in self.engines]
+        serving = [i for i, engine in enumerate(self.engines) if engine in self._some()]
+        for turn, i in enumerate(serving):
+            each[i] = replace(
+                each[i],
+                num_requests_waiting=each[i].num_requests_waiting + (len(self._queue) + turn) // len(serving),
+                queued_tokens=each[i].queued_tokens + (self._queue.tokens + turn) // len(serving),
+            )
+        return each
 
     def block_changes(self, most: int) -> list[list[BlockChange]]:
         """See ``AsyncEngine.block_changes``. They are in the order of ``engines``."""
         return [changes for engine in self.engines for changes in engine.block_changes(most)]
 
     def debug_stats(self) -> DebugStats:
-        """Sums over the engines."""
+        """Sums over the engines, with what waits in front of them."""
         each = [engine.debug_stats() for engine in self.engines]
-        return DebugStats(**{f.name: sum(getattr(stats, f.name) for stats in each) for f in fields(DebugStats)})
+        total = DebugStats(**{f.name: sum(getattr(stats, f.name) for stats in each) for f in fields(DebugStats)})
+        return replace(
+            total,
+            streams=total.streams + len(self._queue),
+            tasks=total.tasks + sum(stream.awaited for stream in self._queue),
+            queued_requests=total.queued_requests + len(self._queue),
+            queued_tokens=total.queued_tokens + self._queue.tokens,
+        )
 
     def snapshot(self) -> EngineSnapshot:
         """Sums of statistics; steps, wakes and blocks of the first engine that serves."""
@@ -255,8 +252,6 @@ class DataParallelEngine(AsyncEngine):
     def __repr__(self) -> str:
         return f"<DataParallelEngine of {len(self.engines)} {self.config.model} {self.health}>"
 
-    # ---- choice of an engine ----
-
     def _alive(self) -> list[AsyncEngine]:
         return [engine for engine in self.engines if engine.health == "ready"]
 
@@ -264,38 +259,18 @@ class DataParallelEngine(AsyncEngine):
         """Engines that serve, or where there is none all, which say why."""
         return self._alive() or self.engines
 
-    def _gone(self) -> Exception:
-        """The error of a request that no engine takes, where none has an error of its own."""
-        return EngineDeadError("no engine serves") if self.health == "dead" else EngineClosedError("no engine serves")
+    @property
+    def _way(self) -> _Way:
+        return self._ways[self._some()[0]]
 
-    def _least(self) -> AsyncEngine:
-        return self._by_load(Pieces([], 0))[0]
 
-    def _by_load(self, pieces: Pieces) -> list[AsyncEngine]:
-        """Engines, the one first that is soonest at a new prompt's first token. Equal ones take turns."""
-        engines = self._alive()
-        if not engines:
-            return list(self.engines)
-        turn = next(self._turns) % len(engines)
-        return sorted(engines[turn:] + engines[:turn], key=lambda engine: self._tokens_before(engine, pieces))
+class _Way:
+    """The parts of one engine that make requests, for the queue in front of all."""
 
-    def _tokens_before(self, engine: AsyncEngine, pieces: Pieces) -> int:
-        rows, queued = engine.load()
-        return queued + ROW_TOKENS * rows + pieces.tokens - self._warmth[engine].matched(pieces)
-
-    async def _shared(self, count: int, ask: Callable[[AsyncEngine, slice], Coroutine[Any, Any, T]]) -> list[T]:
-        """Ask each engine for a share of ``count`` prompts. If one raises, the others are cancelled."""
-        engines = self._by_load(Pieces([], 0))[: max(1, count)]
-        bounds = [count * i // len(engines) for i in range(len(engines) + 1)]
-        try:
-            async with asyncio.TaskGroup() as group:
-                tasks = [
-                    group.create_task(ask(engine, slice(first, last)))
-                    for engine, (first, last) in zip(engines, itertools.pairwise(bounds), strict=True)
-                ]
-        except BaseExceptionGroup as errors:
-            raise errors.exceptions[0] from None
-        return [task.result() for task in tasks]
+    def __init__(self, engine: AsyncEngine, seeds: random.Random, queue: CommonQueue) -> None:
+        self.submission = Submission(engine._life, seeds, queue)
+        self.vectors = Vectors(engine._life, self.submission)
+        self.scoring = Scoring(engine._life)
 
 
 AsyncEngine.several = DataParallelEngine.of
@@ -330,18 +305,3 @@ def _sum(each: Sequence[EngineStats]) -> EngineStats:
     counts = tuple(sum(column) for column in zip(*(h.counts for h in histograms), strict=True))
     tokens = StepTokens(histograms[0].bounds, counts, sum(h.total for h in histograms))
     return EngineStats(step_tokens=tokens, **total)
-
-
-def _joined(parts: Sequence[T]) -> T:
-    """Join the results of shares in their order."""
-    import numpy as np
-
-    first = parts[0]
-    changes: dict[str, Any] = {
-        f.name: np.concatenate([getattr(part, f.name) for part in parts])
-        for f in fields(first)
-        if isinstance(getattr(first, f.name), np.ndarray)
-    }
-    usages = [part.usage for part in parts]
-    usage = Usage(*(sum(getattr(u, f.name) for u in usages) for f in fields(Usage)))
-    return replace(first, usage=usage, **changes)

@@ -56,14 +56,11 @@ class AsyncEngine:
     several: ClassVar[Callable[[EngineConfig, Callable[[EngineConfig], Backend]], AsyncEngine]]
     """Makes an engine of several. DataParallelEngine, which builds on this class, puts itself here."""
 
-    def __init__(
-        self, config: EngineConfig, load: Callable[[EngineConfig], Backend], *, seeds: random.Random | None = None
-    ) -> None:
-        """Use ``from_pretrained``. ``load`` runs on a thread when the engine starts. ``seeds`` are those of requests
-        that bring none; None: drawn from ``config.seed``."""
+    def __init__(self, config: EngineConfig, load: Callable[[EngineConfig], Backend]) -> None:
+        """Use ``from_pretrained``. ``load`` runs on a thread when the engine starts."""
         self.config = config
         self._life = Life(config, load)
-        self._submission = Submission(self._life, seeds or random.Random(config.seed))
+        self._submission = Submission(self._life, random.Random(config.seed))
         self._many = Many(self._life.serving, lambda: self._life.health, config.max_num_seqs)
         self._vectors = Vectors(self._life, self._submission)
         self._scoring = Scoring(self._life)
@@ -308,7 +305,8 @@ class AsyncEngine:
 
     def load(self) -> EngineLoad:
         """Return how much the engine has to do: two numbers of ``stats``, at a fraction of its cost."""
-        return EngineLoad(*self._life.loaded().step_loop.load())
+        running, waiting, _, queued_tokens, _ = self._life.loaded().step_loop.load()
+        return EngineLoad(running + waiting, queued_tokens)
 
     def engine_stats(self) -> list[EngineStats]:
         """Return ``stats`` of each engine behind this one; there are several with data_parallel_size."""

@@ -50,6 +50,8 @@ class Life:
         self._death: str = ""
         self._stopping: asyncio.Future[bool] | None = None
         self._driver: asyncio.Future[None] | None = None
+        self.after_news: Callable[[], None] | None = None
+        """Called whenever news of the core was handed out, also that of its end."""
 
     async def start(self) -> None:
         """See ``AsyncEngine.start``."""
@@ -83,8 +85,7 @@ class Life:
             self._health = "closed"  # never started, still loading, closed before, or the parent process's
             return
         self.check_loop()
-        if self._health == "ready":
-            self._health = "draining"
+        self.refuse_requests()
         try:
             if drain and self._health == "draining":
                 async with asyncio.timeout(timeout_s):
@@ -93,6 +94,11 @@ class Life:
             pass
         finally:
             await self._shut_down()
+
+    def refuse_requests(self) -> None:
+        """Take no more requests. Those under way go on."""
+        if self._health == "ready":
+            self._health = "draining"
 
     async def _shut_down(self) -> None:
         if self.backend is None or self._loop is None:
@@ -223,6 +229,8 @@ class Life:
             logger.error("a step failed, and its requests with it: %s", line)
         if not alive:
             self._die(self.backend.step_loop.error)
+        if self.after_news is not None:
+            self.after_news()
 
     def _die(self, reason: str) -> None:
         if self._health == "dead":

@@ -35,6 +35,10 @@ class LiveRequests:
         self._by_key: dict[int, RequestStream] = {}
         self._by_id: dict[str, int] = {}  # keys
 
+    def share_names(self, other: LiveRequests) -> None:
+        """Keys, names and fair shares are those of ``other`` from now on: requests may go from it to here."""
+        self._keys, self._by_id, self.fair_share = other._keys, other._by_id, other.fair_share
+
     def __iter__(self) -> Iterator[RequestStream]:
         """The streams now; requests may end meanwhile."""
         return iter(list(self._by_key.values()))
@@ -48,7 +52,8 @@ class LiveRequests:
 
     def named(self, request_id: str) -> int | None:
         """The key of a request."""
-        return self._by_id.get(request_id)
+        key = self._by_id.get(request_id)
+        return key if key in self._by_key else None
 
     def new_key(self) -> int:
         """Key of a request that may be called by it."""
@@ -66,6 +71,14 @@ class LiveRequests:
         self.fair_share.enter(key, tenant, priority, n, place)
         self._by_key[key], self._by_id[stream.request_id] = stream, key
         self.idle.clear()
+
+    def give(self, key: int, other: LiveRequests) -> None:
+        """Request ``key`` is no longer here but in ``other``, which shares the names."""
+        stream = other._by_key[key] = self._by_key.pop(key)
+        stream.owner = other
+        other.idle.clear()
+        if not self._by_key:
+            self.idle.set()
 
     def abort_in_core(self, key: int) -> None:
         """Nothing more is computed for the request."""

@@ -226,7 +226,8 @@ class RequestStream:
     ) -> None:
         self.request_id = request_id
         self.prompt_token_ids = prompt_token_ids
-        self._owner = owner
+        self.owner = owner
+        """The engine's side. It changes when the request goes from a queue to an engine."""
         self._key = key
         self._arrived = arrived
         self._params = params
@@ -274,7 +275,7 @@ class RequestStream:
     def _expire(self) -> None:
         if not any(s.token_ids for s in self._sequences):
             seconds = f"{self._params.timeout:g} s"
-            self._owner.fail(self._key, RequestTimeoutError(f"no token came within the timeout of {seconds}"))
+            self.owner.fail(self._key, RequestTimeoutError(f"no token came within the timeout of {seconds}"))
             return
         for index, sequence in enumerate(self._sequences):
             if sequence.finish_reason is None:
@@ -284,7 +285,7 @@ class RequestStream:
                     self._untaken.append(index)
         self._finished = time.monotonic()
         self._end()
-        self._owner.drop(self._key)
+        self.owner.drop(self._key)
         self._wake()
 
     def _end(self) -> None:
@@ -320,7 +321,7 @@ class RequestStream:
                 elif r.kind is _LOGITS and r.token == len(tokens):  # else they are repeated, and their token is here
                     logits = r.payload
         if sequence.feed(tokens, news.finish, self._whole, news.host_tokens):
-            self._owner.stop_sequence(self._key, index)
+            self.owner.stop_sequence(self._key, index)
         # Records of a prompt come with each of its chunks, and are whole with the first token.
         if not sequence.untaken and not was_finished and (tokens or sequence.finish_reason is not None):
             sequence.untaken = True
@@ -330,11 +331,11 @@ class RequestStream:
             self._finished = max(self._finished, news.last_ns * 1e-9)
             if self._unfinished == 0:
                 self._end()
-                self._owner.forget(self._key)
+                self.owner.forget(self._key)
         elif self._constraints and sequence.finish_reason is None:
-            self._advance(self._constraints[index], tokens, partial(self._owner.fail, self._key))
+            self._advance(self._constraints[index], tokens, partial(self.owner.fail, self._key))
         elif logits and sequence.finish_reason is None:
-            self._process(self._processed[index], sequence.token_ids, logits, partial(self._owner.fail, self._key))
+            self._process(self._processed[index], sequence.token_ids, logits, partial(self.owner.fail, self._key))
             if not tokens:
                 return  # nothing that anybody waits for
         if not self._whole or self._done:
@@ -352,7 +353,7 @@ class RequestStream:
         if not self._done:
             self._error = error
             self._end()
-            self._owner.forget(self._key)
+            self.owner.forget(self._key)
             self._wake()
 
     def _wake(self) -> None:
@@ -422,7 +423,7 @@ class RequestStream:
         return PromptLogProbs(missing, found)
 
     def _check_consumer(self) -> None:
-        self._owner.check_loop()
+        self.owner.check_loop()
         if self._waiter is not None:  # a second one would take its place, and the first would wait for ever
             raise UsageError(f"another task is reading request {self.request_id}")
 
@@ -442,7 +443,7 @@ class RequestStream:
             self._end()
             self._error = RequestAbortedError(f"request {self.request_id} was closed before its end")
             self._untaken.clear()
-            self._owner.drop(self._key)
+            self.owner.drop(self._key)
             self._wake()  # another task may be waiting
 
     async def aclose(self) -> None:

@@ -9,24 +9,28 @@ from typing import TYPE_CHECKING
 
 from asyncengine._core import RequestExtras, RequestSpec, SamplingState, SubmitResult
 from asyncengine.api.request import Prompt, SamplingParams
-from asyncengine.engine.fairness import Place
 from asyncengine.engine.life import Life
 from asyncengine.engine.slot_entries import request_extras, sampling_state
 from asyncengine.engine.stream import RequestStream
+from asyncengine.engine.warmth import pieces_of
 from asyncengine.errors import EngineOverloadedError, InvalidRequestError
 from asyncengine.text.prompts import check_size, check_terms, check_vocabulary, hash_salt, kept_tokens, stop_tokens
 
 if TYPE_CHECKING:
     from asyncengine.api.model_info import ModelInfo
+    from asyncengine.engine.common_queue import CommonQueue
 
 
 class Submission:
     """Checks a program's requests and enqueues them in the core."""
 
-    def __init__(self, life: Life, seeds: random.Random) -> None:
-        """``seeds`` are those of requests that bring none."""
+    def __init__(self, life: Life, seeds: random.Random, queue: CommonQueue | None = None) -> None:
+        """``seeds`` are those of requests that bring none. ``queue`` gets the requests in place of the core."""
         self._life = life
         self._seeds = seeds
+        self._queue = queue
+        self.requests = life.requests if queue is None else queue
+        """Owner of the requests that are submitted."""
 
     async def submit(
         self,
@@ -40,7 +44,7 @@ class Submission:
     ) -> RequestStream:
         """See ``AsyncEngine.submit``."""
         arrived = time.monotonic()
-        life, requests = self._life, self._life.requests
+        life, requests = self._life, self.requests
         model = life.serving().model_info
         params = params if params is not None else SamplingParams()
         if not isinstance(params, SamplingParams):
@@ -67,7 +71,9 @@ class Submission:
             request_id = f"req-{key}"
         requests.check_name(request_id)
 
-        place = self.enqueue(
+        stream = RequestStream(requests, backend.tokenizer, key, request_id, prompt_ids, params, arrived)
+        self.enqueue(
+            stream,
             key,
             prompt_ids,
             n=params.n,
@@ -80,18 +86,17 @@ class Submission:
             extras=extras,
             asked=params.features,
         )
-        stream = RequestStream(requests, backend.tokenizer, key, request_id, prompt_ids, params, arrived)
         if params.timeout is not None:
             stream.end_at(arrived + params.timeout)
         if constraints:
             stream.follow(constraints, life.constraints.advance)
         if processed:
             stream.process(processed, life.constraints.process)
-        requests.enter(stream, key, tenant, priority, params.n, place)
         return stream
 
     def enqueue(
         self,
+        stream: RequestStream,
         key: int,
         prompt_ids: list[int],
         *,
@@ -104,13 +109,13 @@ class Submission:
         max_tokens: int = 1,
         sampling: SamplingState | None = None,
         stop_tokens: Sequence[int] = (),
-    ) -> Place:
-        """Hand request ``key`` to the core. The caller enters it among the live requests, at the place it got.
+    ) -> None:
+        """Hand request ``key`` to the core, or to the queue, and enter it among the live requests.
 
         ``asked`` names the fields that ask for more than plain sampling, for the error where they are not served.
         Raises InvalidRequestError, EngineOverloadedError, EngineClosedError, EngineDeadError.
         """
-        place = self._life.requests.fair_share.place(tenant, priority)
+        place = self.requests.fair_share.place(tenant, priority)
         spec = RequestSpec(
             id=key,
             prompt=prompt_ids,
@@ -125,8 +130,13 @@ class Submission:
             tenant=place.tenant,
             extras=extras,
         )
-        self._check_result(self._life.loaded().step_loop.submit(spec), asked)
-        return place
+        if self._queue is None:
+            self._check_result(self._life.loaded().step_loop.submit(spec), asked)
+        else:
+            self._check_result(self._queue.check(spec, len(prompt_ids), place.reserved), asked)
+        self.requests.enter(stream, key, tenant, priority, n, place)
+        if self._queue is not None:
+            self._queue.put(key, spec, pieces_of(prompt_ids, cache_salt), priority, place.delay_ns)
 
     def _check_features(self, params: SamplingParams) -> None:
         self._life.prompts.check_stop_strings(params)

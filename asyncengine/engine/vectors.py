@@ -168,14 +168,16 @@ class Vectors:
         The first token sees no other: for ``cls`` nothing else is computed.
         """
         arrived = time.monotonic()
-        life, requests = self._life, self._life.requests
+        life, requests = self._life, self._submission.requests
         model = life.serving().model_info
         prompt_ids = await life.prompts.token_ids(prompt, kept_tokens(terms.truncation, PARAMS, model))
         backend = life.serving()
         check_size(model, prompt_ids, PARAMS)
         check_vocabulary(prompt_ids, model.vocab_size)
         key = requests.new_key()
-        place = self._submission.enqueue(
+        stream = VectorStream(requests, backend.tokenizer, key, f"req-{key}", prompt_ids, PARAMS, arrived)
+        self._submission.enqueue(
+            stream,
             key,
             prompt_ids[:1] if pooling == "cls" else prompt_ids,
             priority=terms.priority,
@@ -184,8 +186,6 @@ class Vectors:
             extras=vector_extras(model, pooling),
             asked=("classification" if model.labels else f"pooling={pooling!r}",),
         )
-        stream = VectorStream(requests, backend.tokenizer, key, f"req-{key}", prompt_ids, PARAMS, arrived)
-        requests.enter(stream, key, terms.tenant, terms.priority, 1, place)
         return stream
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from asyncengine.engine.data_parallel import ROW_TOKENS
+from asyncengine.engine.common_queue import ROW_TOKENS
 from asyncengine.engine.warmth import Pieces, Warmth, pieces_of
 
 _PROMPTS = ("messages", "prompt", "input")

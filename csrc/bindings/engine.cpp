@@ -306,6 +306,7 @@ void bind_engine(py::module_& m) {
           [](StepLoop& self, double limit_s) { return self.stop(std::chrono::nanoseconds(static_cast<int64_t>(limit_s * 1e9))); },
           py::arg("limit_s"), NoGil())
       .def("submit", &StepLoop::submit, py::arg("spec"))
+      .def("check", &StepLoop::check, py::arg("spec"))
       .def("abort", &StepLoop::abort, py::arg("id"), py::arg("index") = -1)
       .def("drain", &drain)
       .def("take_step_error", &StepLoop::take_step_error)
@@ -313,7 +314,8 @@ void bind_engine(py::module_& m) {
       .def("load",
            [](const StepLoop& self) {
              const Stats stats = self.stats();
-             return std::pair(stats.num_requests_running + stats.num_requests_waiting, stats.queued_tokens);
+             return std::tuple(stats.num_requests_running, stats.num_requests_waiting, stats.queued_requests, stats.queued_tokens,
+                               stats.num_free_blocks);
            })
       .def("step_tokens", &step_tokens)
       .def("watch", &StepLoop::watch, py::arg("on"))

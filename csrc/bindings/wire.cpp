@@ -175,7 +175,7 @@ void bind_wire(py::module_& m) {
       .def("post", &MaskChannel::post, NoGil());
 
   bind_record<RequestExtras>(m, "RequestExtras", [](const RequestExtras&) {});
-  bind_record<RequestSpec>(m, "RequestSpec", check_request);
+  bind_record<RequestSpec>(m, "RequestSpec", check_request).def_readwrite("delay_ns", &RequestSpec::delay_ns);
 }
 
 }  // namespace asyncengine

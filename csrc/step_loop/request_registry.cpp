@@ -34,7 +34,7 @@ Request* take_all(std::atomic<Request*>& head) {
 
 // ---- event loop ----------------------------------------------------------------------------------------------------
 
-SubmitResult RequestRegistry::submit(const RequestSpec& spec, const Scheduler& scheduler, int64_t now_ns) {
+SubmitResult RequestRegistry::check(const RequestSpec& spec, const Scheduler& scheduler) const {
   if (requests_.contains(spec.id)) return SubmitResult::kDuplicate;
   const auto prompt_len = static_cast<int32_t>(spec.prompt.size());
   // The last token of a sequence is sampled and never computed: it takes no place of the context or the cache.
@@ -42,6 +42,13 @@ SubmitResult RequestRegistry::submit(const RequestSpec& spec, const Scheduler& s
   if (prompt_len == 0 || spec.max_tokens < 1 || computed > config_.max_total) return SubmitResult::kTooLarge;
   if (!scheduler.can_fit(spec)) return SubmitResult::kTooLarge;
   if ((spec.needs() & ~config_.needs) != 0 || !spec.extras.writes_records()) return SubmitResult::kUnserved;
+  return SubmitResult::kAccepted;
+}
+
+SubmitResult RequestRegistry::submit(const RequestSpec& spec, const Scheduler& scheduler, int64_t now_ns) {
+  const SubmitResult checked = check(spec, scheduler);
+  if (checked != SubmitResult::kAccepted) return checked;
+  const auto prompt_len = static_cast<int32_t>(spec.prompt.size());
   const int64_t waiting = queued_tokens();
   const auto limit = [&](int64_t most) { return spec.reserved ? most + most / kReservedShare + 1 : most; };
   if (queued_requests() >= limit(config_.max_queued_requests) ||

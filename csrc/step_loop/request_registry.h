@@ -37,6 +37,8 @@ class RequestRegistry final : public QueueObserver {
 
   // ---- the event loop's side
 
+  // kAccepted: submit() would take the request if the queue had room.
+  SubmitResult check(const RequestSpec& spec, const Scheduler& scheduler) const;
   // kAccepted: the step thread finds the request at its next receive(). `scheduler` says whether the request can ever run.
   SubmitResult submit(const RequestSpec& spec, const Scheduler& scheduler, int64_t now_ns);
   // Aborts sequence `index` of the request, or all of them. True: the step thread has to receive() that.

@@ -115,6 +115,10 @@ SubmitResult StepLoop::submit(const RequestSpec& spec) {
   return result;
 }
 
+SubmitResult StepLoop::check(const RequestSpec& spec) const {
+  return life_.running() ? registry_.check(spec, scheduler_) : SubmitResult::kClosed;
+}
+
 void StepLoop::abort(uint64_t id, int32_t index) {
   if (registry_.abort(id, index)) notifier_->notify();
 }

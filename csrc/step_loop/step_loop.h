@@ -63,6 +63,8 @@ class StepLoop {
   static void dispose(StepLoop* loop, std::chrono::nanoseconds limit);
 
   SubmitResult submit(const RequestSpec& spec);
+  // As submit() with an empty queue, and nothing happens.
+  SubmitResult check(const RequestSpec& spec) const;
   // Aborts sequence `index` of the request, or all of them.
   void abort(uint64_t id, int32_t index = -1);
 

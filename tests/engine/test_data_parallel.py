@@ -23,6 +23,7 @@ from asyncengine import (
     InvalidRequestError,
     ModelError,
     SamplingParams,
+    StructuredOutputs,
     bundled_model,
     testing,
 )
@@ -81,13 +82,19 @@ def test_outputs_are_those_of_one_engine() -> None:
 
 
 def test_requests_without_a_seed_draw_from_one_source() -> None:
-    """Two engines with the same seed would answer equal prompts alike."""
+    """Two engines with the same seed would answer equal prompts alike. Grammars are followed on both."""
 
     async def main() -> list[Any]:
         async with AsyncEngine.from_pretrained(str(bundled_model()), data_parallel_size=2, **SMALL) as engine:
             params = SamplingParams(max_tokens=8, temperature=2.0, ignore_eos=True)
             outputs = await asyncio.gather(*(engine.generate([300], params) for _ in range(8)))
             assert all(generated(engine))
+            letters = SamplingParams(
+                max_tokens=8, temperature=2.0, structured_outputs=StructuredOutputs(regex="[ab]{5}")
+            )
+            for follows in await asyncio.gather(*(engine.generate([300], letters) for _ in range(8))):
+                assert len(follows.text) == 5
+                assert set(follows.text) <= {"a", "b"}
             return [output.token_ids for output in outputs]
 
     assert len(set(asyncio.run(main()))) == 8
@@ -202,7 +209,7 @@ def test_queues_names_and_aborts() -> None:
 
             with pytest.raises(EngineOverloadedError, match="queue is full"):
                 await fill()
-            assert 4 <= len(streams) <= 6  # each engine runs one at most, and has two in its queue
+            assert 2 <= len(streams) <= 4  # each engine runs one at most, and two are in the queue
             with pytest.raises(InvalidRequestError, match="'name-1' is in use"):
                 await engine.submit([300], tokens(1), request_id="name-1")
             assert engine.has_request("name-1")

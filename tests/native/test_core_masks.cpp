@@ -299,9 +299,13 @@ TEST(a_request_needs_a_mask_channel_for_each_sequence) {
   CHECK(loop->submit(spec) == SubmitResult::kTooLarge);
   spec.extras.masks.push_back(std::make_shared<MaskChannel>(3));
   CHECK(loop->submit(spec) == SubmitResult::kTooLarge);
+  CHECK(loop->check(spec) == SubmitResult::kTooLarge);
   spec.extras.masks.back() = std::make_shared<MaskChannel>(2);
+  CHECK(loop->check(spec) == SubmitResult::kAccepted);
   CHECK(loop->submit(spec) == SubmitResult::kAccepted);
+  CHECK(loop->check(spec) == SubmitResult::kDuplicate);
   loop->stop(1s);
+  CHECK(loop->check(spec) == SubmitResult::kClosed);
 }
 
 TEST(a_mask_for_a_sequence_that_is_gone_is_ignored) {
