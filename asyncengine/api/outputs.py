@@ -53,6 +53,8 @@ class RequestTiming:
     """Tokens of the longest sequence."""
     host_tokens: int = 0
     """Tokens of the longest sequence that were made while it decoded on the host."""
+    engine: int = 0
+    """Number of the engine that served the request, among those of ``AsyncEngine.engine_stats``."""
 
     @property
     def decoded_on(self) -> Literal["device", "host"]:

@@ -125,7 +125,8 @@ class CommonQueue(LiveRequests):
         self._handing = False
         self.tokens = 0
         """Prompt tokens of the requests that wait."""
-        for life in lives:
+        for rank, life in enumerate(lives):
+            life.requests.rank = rank
             life.requests.share_names(self)
 
     def open(self) -> None:

@@ -28,6 +28,8 @@ class LiveRequests:
     def __init__(self, fair_share_s: float) -> None:
         self.step_loop: StepLoop | None = None
         self.loop: asyncio.AbstractEventLoop | None = None
+        self.rank = 0
+        """Number of the engine, among several behind one."""
         self.fair_share = FairShare(fair_share_s)
         self.idle = asyncio.Event()
         self.idle.set()

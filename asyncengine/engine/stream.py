@@ -190,6 +190,8 @@ class _SequenceState:
 class Owner(Protocol):
     """The engine, as far as a stream knows it. ``key`` is the core's number of the request."""
 
+    rank: int
+
     def check_loop(self) -> None:
         """Raise WrongLoopError unless the caller runs in the engine's event loop."""
 
@@ -254,6 +256,11 @@ class RequestStream:
         """Prompt tokens found in the prefix cache; 0 until the request runs."""
 
     # ---- the engine's side ----
+
+    @property
+    def engine(self) -> int:
+        """Number of the engine that serves the request, among those of ``AsyncEngine.engine_stats``; 0 before that."""
+        return self.owner.rank
 
     @property
     def awaited(self) -> bool:
@@ -469,6 +476,7 @@ class RequestStream:
             self._finished,
             len(longest.token_ids),
             longest.host_tokens,
+            self.engine,
         )
 
 

@@ -23,7 +23,7 @@ from asyncengine.server.config import ServerConfig
 from asyncengine.server.engine_api import Engine, ModelInfo, RequestStream
 from asyncengine.server.errors import failure
 from asyncengine.server.logprobs import JobLogProbs
-from asyncengine.server.metrics import Metrics
+from asyncengine.server.metrics import Metrics, RequestMetrics
 from asyncengine.server.parsing.choose import Parsing
 from asyncengine.server.protocol import GenerationBody, name_as_asked
 from asyncengine.server.sse import NO_USAGE, NULL_USAGE, ChunkFormat, StreamFormat, encode, usage_field
@@ -172,17 +172,18 @@ async def generate(engine: Engine, job: Job, metrics: Metrics) -> list[RequestOu
     try:
         outputs = await _all(lambda p: engine.generate(**job.submission(p)), len(job.prompts), job.turn())
     except asyncio.CancelledError:
-        metrics.finished["abort"] += job.num_choices
+        metrics.of(0).finished["abort"] += job.num_choices
         raise
     except (EngineDeadError, RequestAbortedError, RequestTimeoutError):
-        metrics.finished["error"] += job.num_choices
+        metrics.of(0).finished["error"] += job.num_choices
         raise
     for output in outputs:
-        metrics.time_to_first_token.observe(output.timing.ttft)
-        metrics.request_finished(output.timing, output.usage)
+        served = metrics.of(output.timing.engine)
+        served.time_to_first_token.observe(output.timing.ttft)
+        served.request_finished(output.timing, output.usage)
         job.account.add(output.usage, output.timing)
         for sequence in output.outputs:
-            metrics.finished[sequence.finish_reason] += 1
+            served.finished[sequence.finish_reason] += 1
     return outputs
 
 
@@ -207,7 +208,8 @@ async def send_sse(
         await _fail(events, job, chunks, exc)
     finally:
         events.end_pings()
-        metrics.finished[streaming.ended_as] += streaming.open_choices
+        served_by = streaming.streams[0].engine if streaming.streams else 0
+        metrics.of(served_by).finished[streaming.ended_as] += streaming.open_choices
         await _close(streaming.streams)
 
 
@@ -314,18 +316,20 @@ class _Streaming:
         first_choice = p * self._job.params.n
         alone = len(self.streams) == 1
         answered = False
-        async for delta in self.streams[p]:
+        stream = self.streams[p]
+        async for delta in stream:
             choice = first_choice + delta.index
+            metrics = self._metrics.of(stream.engine)
             if count := len(delta.token_ids):
                 now = time.monotonic()
                 if last := self._last_token[choice]:
-                    self._metrics.tokens_came(now - last, count, delta.host_tokens)
+                    metrics.tokens_came(now - last, count, delta.host_tokens)
                 elif not answered:
-                    self._metrics.time_to_first_token.observe(now - self._arrived)
+                    metrics.time_to_first_token.observe(now - self._arrived)
                     answered = True
                 self._last_token[choice] = now
             if delta.finish_reason is not None:
-                self._finish(delta, delta.finish_reason)
+                self._finish(metrics, delta, delta.finish_reason)
             if self._continuous_usage:
                 self._usage = self._usage_so_far(count)
             if self._job.logprobs is not None:
@@ -352,12 +356,12 @@ class _Streaming:
             await self._events.send(self._chunks.usage(usage_field(self._chunks.usage_of(self._job.account.usages))))
         await self._events.done(self._chunks.end)
 
-    def _finish(self, delta: RequestDelta, reason: FinishReason) -> None:
+    def _finish(self, metrics: RequestMetrics, delta: RequestDelta, reason: FinishReason) -> None:
         self.open_choices -= 1
-        self._metrics.finished[reason] += 1
+        metrics.finished[reason] += 1
         self._job.account.add(delta.usage, delta.timing)
         if delta.timing is not None and delta.usage is not None:
-            self._metrics.request_finished(delta.timing, delta.usage)
+            metrics.request_finished(delta.timing, delta.usage)
 
     def _usage_so_far(self, count: int) -> bytes:
         self._generated += count

@@ -66,6 +66,24 @@ _EXPORTED: list[tuple[str, Exported]] = [
 ]
 
 
+_HISTOGRAMS = (
+    ("time_to_first_token_seconds", "From arrival to the first token.", "time_to_first_token"),
+    ("e2e_request_latency_seconds", "From arrival to the last token.", "e2e_latency"),
+    ("request_queue_time_seconds", "From arrival to the first step.", "queue_time"),
+    ("request_prefill_time_seconds", "From the first step to the first token.", "prefill_time"),
+    ("request_decode_time_seconds", "From the first to the last token.", "decode_time"),
+    ("request_inference_time_seconds", "From the first step to the last token.", "inference_time"),
+    ("request_prompt_tokens", "Tokens of a prompt.", "prompt_tokens"),
+    ("request_generation_tokens", "Tokens that a prompt's sequences made.", "generation_tokens"),
+    ("request_max_num_generation_tokens", "Tokens of its longest sequence.", "longest_generation"),
+)
+_HISTOGRAMS_BY_PLACE = (
+    ("inter_token_latency_seconds", "Between the tokens of a stream.", "inter_token_latency"),
+    ("request_time_per_output_token_seconds", "Mean after the first token.", "time_per_output_token"),
+)
+"""Names, help texts and fields of RequestMetrics."""
+
+
 class Histogram:
     """Counts per bucket, and the sum, of values in seconds or tokens."""
 
@@ -87,6 +105,45 @@ class Histogram:
         return _buckets(self.bounds[:used], (*self.counts[:used], sum(self.counts[used:])))
 
 
+class RequestMetrics:
+    """Histograms and counts of the requests that one engine served."""
+
+    def __init__(self, prefix: MetricsPrefix) -> None:
+        bounds = _BOUNDS[prefix]
+        self.time_to_first_token = Histogram(bounds.first_token)
+        self.inter_token_latency = {place: Histogram(bounds.token) for place in PLACES}
+        self.time_per_output_token = {place: Histogram(bounds.token) for place in PLACES}
+        self.e2e_latency = Histogram(bounds.request)
+        self.queue_time = Histogram(bounds.request)
+        self.prefill_time = Histogram(bounds.request)
+        self.decode_time = Histogram(bounds.request)
+        self.inference_time = Histogram(bounds.request)
+        self.prompt_tokens = Histogram(bounds.tokens)
+        self.generation_tokens = Histogram(bounds.tokens)
+        self.longest_generation = Histogram(bounds.tokens)
+        self.finished: dict[str, int] = dict.fromkeys((*FinishReason, "abort", "error"), 0)
+
+    def request_finished(self, timing: RequestTiming, usage: Usage) -> None:
+        """A request ran to its end. TTFT is not among these: streams report it when it happens."""
+        self.e2e_latency.observe(timing.e2e)
+        self.queue_time.observe(timing.queue_time)
+        self.prefill_time.observe(timing.first_token - timing.scheduled)
+        self.decode_time.observe(timing.finished - timing.first_token)
+        self.inference_time.observe(timing.finished - timing.scheduled)
+        self.prompt_tokens.observe(usage.prompt_tokens)
+        self.generation_tokens.observe(usage.completion_tokens)
+        self.longest_generation.observe(timing.completion_tokens)
+        self.time_per_output_token[timing.decoded_on].observe(timing.tpot)
+
+    def tokens_came(self, seconds: float, count: int, host_tokens: int) -> None:
+        """``count`` tokens of a stream came ``seconds`` after the ones before; of these, ``host_tokens`` are a host
+        row's."""
+        if here := count - host_tokens:
+            self.inter_token_latency["device"].observe(seconds / count, here)
+        if host_tokens:
+            self.inter_token_latency["host"].observe(seconds / count, host_tokens)
+
+
 class Metrics(Collector):
     """Metrics that one server exports. ``engine`` answers None until the model is loaded."""
 
@@ -101,42 +158,17 @@ class Metrics(Collector):
         self._body_bytes = body_bytes
         self._model_name = model_name
         self._prefix = prefix
-        bounds = _BOUNDS[prefix]
-        self.time_to_first_token = Histogram(bounds.first_token)
-        self.inter_token_latency = {place: Histogram(bounds.token) for place in PLACES}
-        self.time_per_output_token = {place: Histogram(bounds.token) for place in PLACES}
-        self.e2e_latency = Histogram(bounds.request)
-        self.queue_time = Histogram(bounds.request)
-        self.prefill_time = Histogram(bounds.request)
-        self.decode_time = Histogram(bounds.request)
-        self.inference_time = Histogram(bounds.request)
-        self.request_prompt_tokens = Histogram(bounds.tokens)
-        self.request_generation_tokens = Histogram(bounds.tokens)
-        self.longest_generation = Histogram(bounds.tokens)
-        self.finished: dict[str, int] = dict.fromkeys((*FinishReason, "abort", "error"), 0)
+        self.each = [RequestMetrics(prefix)]
+        """By the engine's number. A request that no engine has begun is counted for the first."""
         self._registry = CollectorRegistry()
         self._registry.register(self)
         ProcessCollector(registry=self._registry)
 
-    def request_finished(self, timing: RequestTiming, usage: Usage) -> None:
-        """A request ran to its end. TTFT is not among these: streams report it when it happens."""
-        self.e2e_latency.observe(timing.e2e)
-        self.queue_time.observe(timing.queue_time)
-        self.prefill_time.observe(timing.first_token - timing.scheduled)
-        self.decode_time.observe(timing.finished - timing.first_token)
-        self.inference_time.observe(timing.finished - timing.scheduled)
-        self.request_prompt_tokens.observe(usage.prompt_tokens)
-        self.request_generation_tokens.observe(usage.completion_tokens)
-        self.longest_generation.observe(timing.completion_tokens)
-        self.time_per_output_token[timing.decoded_on].observe(timing.tpot)
-
-    def tokens_came(self, seconds: float, count: int, host_tokens: int) -> None:
-        """``count`` tokens of a stream came ``seconds`` after the ones before; of these, ``host_tokens`` are a host
-        row's."""
-        if here := count - host_tokens:
-            self.inter_token_latency["device"].observe(seconds / count, here)
-        if host_tokens:
-            self.inter_token_latency["host"].observe(seconds / count, host_tokens)
+    def of(self, engine: int) -> RequestMetrics:
+        """Metrics of the requests of an engine. Its number is one of data_parallel_size."""
+        while len(self.each) <= engine:
+            self.each.append(RequestMetrics(self._prefix))
+        return self.each[engine]
 
     def render(self) -> bytes:
         """The text exposition format, version 0.0.4."""
@@ -147,48 +179,20 @@ class Metrics(Collector):
 
     def collect(self) -> Iterator[Metric]:
         prefix, name = self._prefix, self._model_name()
-        engine = self._engine()
+        engine, count = self._engine(), len(self.each)
         if engine is not None:
-            yield from _engine_metrics(engine.engine_stats(), prefix, name)
-            yield _cache_config(engine.model_info, len(engine.engine_stats()), prefix, name)
+            stats = engine.engine_stats()
+            count = max(count, len(stats))
+            yield from _engine_metrics(stats, prefix, name)
+            yield _cache_config(engine.model_info, len(stats), prefix, name)
         # vLLM's buckets of tokens end with the context.
         most_tokens = engine.model_info.max_model_len if engine is not None and prefix == "vllm" else math.inf
         text = "Bytes of request bodies that are being received or parsed."
         held = GaugeMetricFamily("asyncengine:request_body_bytes", text, labels=["model_name"])
         held.add_metric([name], self._body_bytes())
         yield held
-        # A request of the server is counted for the first engine: vLLM's metrics all have the label.
-        labels, label = (["model_name"], [name]) if prefix == "asyncengine" else (["model_name", "engine"], [name, "0"])
-        text = "Sequences by ending."
-        success = CounterMetricFamily(f"{prefix}:request_success", text, labels=[*labels, "finished_reason"])
-        for reason, count in self.finished.items():
-            success.add_metric([*label, reason], count)
-        yield success
-        for suffix, text, data in (
-            ("time_to_first_token_seconds", "From arrival to the first token.", self.time_to_first_token),
-            ("e2e_request_latency_seconds", "From arrival to the last token.", self.e2e_latency),
-            ("request_queue_time_seconds", "From arrival to the first step.", self.queue_time),
-            ("request_prefill_time_seconds", "From the first step to the first token.", self.prefill_time),
-            ("request_decode_time_seconds", "From the first to the last token.", self.decode_time),
-            ("request_inference_time_seconds", "From the first step to the last token.", self.inference_time),
-            ("request_prompt_tokens", "Tokens of a prompt.", self.request_prompt_tokens),
-            ("request_generation_tokens", "Tokens that a prompt's sequences made.", self.request_generation_tokens),
-            ("request_max_num_generation_tokens", "Tokens of its longest sequence.", self.longest_generation),
-        ):
-            family = HistogramMetricFamily(f"{prefix}:{suffix}", text, labels=labels)
-            most = most_tokens if data.bounds is _BOUNDS[prefix].tokens else math.inf
-            family.add_metric(label, data.buckets(most), data.total)
-            yield family
-        for suffix, text, places in (
-            ("inter_token_latency", "Between the tokens of a stream.", self.inter_token_latency),
-            ("request_time_per_output_token", "Mean after the first token.", self.time_per_output_token),
-        ):
-            apart = [([], _sum(places.values()))] if prefix == "vllm" else [([p], data) for p, data in places.items()]
-            names = labels if prefix == "vllm" else [*labels, "decoded_on"]
-            family = HistogramMetricFamily(f"{prefix}:{suffix}_seconds", text, labels=names)
-            for place, data in apart:
-                family.add_metric([*label, *place], data.buckets(), data.total)
-            yield family
+        names, labels = _engine_labels(count, prefix, name)
+        yield from _request_metrics([self.of(number) for number in range(count)], prefix, names, labels, most_tokens)
 
 
 def load_of(stats: EngineStats) -> dict[str, float]:
@@ -241,6 +245,38 @@ def _engine_metrics(engines: Sequence[EngineStats], prefix: MetricsPrefix, model
         for labels, stats in zip(each, engines, strict=True):
             metric.add_metric(labels, getattr(stats, field))
         yield metric
+
+
+def _request_metrics(
+    each: Sequence[RequestMetrics],
+    prefix: MetricsPrefix,
+    names: list[str],
+    labels: list[list[str]],
+    most_tokens: float,
+) -> Iterator[Metric]:
+    success = CounterMetricFamily(
+        f"{prefix}:request_success", "Sequences by ending.", labels=[*names, "finished_reason"]
+    )
+    for label, metrics in zip(labels, each, strict=True):
+        for reason, count in metrics.finished.items():
+            success.add_metric([*label, reason], count)
+    yield success
+    for suffix, text, field in _HISTOGRAMS:
+        family = HistogramMetricFamily(f"{prefix}:{suffix}", text, labels=names)
+        for label, metrics in zip(labels, each, strict=True):
+            data = getattr(metrics, field)
+            most = most_tokens if data.bounds is _BOUNDS[prefix].tokens else math.inf
+            family.add_metric(label, data.buckets(most), data.total)
+        yield family
+    for suffix, text, field in _HISTOGRAMS_BY_PLACE:
+        split = prefix != "vllm"
+        family = HistogramMetricFamily(f"{prefix}:{suffix}", text, labels=[*names, "decoded_on"] if split else names)
+        for label, metrics in zip(labels, each, strict=True):
+            places = getattr(metrics, field)
+            apart = [([place], data) for place, data in places.items()] if split else [([], _sum(places.values()))]
+            for place, data in apart:
+                family.add_metric([*label, *place], data.buckets(), data.total)
+        yield family
 
 
 def _cache_config(model: ModelInfo, engines: int, prefix: MetricsPrefix, name: str) -> Metric:

@@ -80,6 +80,8 @@ def test_tokens_of_each_step_are_a_histogram(driver: str) -> None:
 class Owner:
     """An engine of one stream."""
 
+    rank = 0
+
     def check_loop(self) -> None: ...
     def forget(self, key: int) -> None: ...
     def drop(self, key: int) -> None: ...
@@ -140,8 +142,8 @@ def test_tokens_behind_a_stop_string_count_nowhere() -> None:
 @pytest.mark.parametrize(("host_tokens", "place"), [(0, "device"), (5, "device"), (6, "host"), (10, "host")])
 def test_latencies_have_a_class_for_each_place(host_tokens: int, place: str) -> None:
     metrics = Metrics(lambda: None, lambda: "m", lambda: 0)
-    metrics.request_finished(RequestTiming(0.0, 0.0, 1.0, 2.8, 10, host_tokens), Usage(3, 10))
-    metrics.tokens_came(0.9, 9, min(host_tokens, 9))
+    metrics.of(0).request_finished(RequestTiming(0.0, 0.0, 1.0, 2.8, 10, host_tokens), Usage(3, 10))
+    metrics.of(0).tokens_came(0.9, 9, min(host_tokens, 9))
     text = metrics.render().decode()
 
     def value(name: str, at: str) -> float:

@@ -310,6 +310,7 @@ class FakeStream:
         self.request_id = request_id
         self.prompt_token_ids: Sequence[int] = ids
         self.cached_tokens = len(ids) // 2
+        self.engine = 0
         self.error: Exception | None = None
         self.failed = asyncio.Event()
         self._engine = engine

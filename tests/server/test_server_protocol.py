@@ -7,7 +7,10 @@ import itertools
 from typing import Any
 
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
+from asyncengine import DataParallelEngine
+from asyncengine.testing import SimulatedEngine
 from tests.server.fake_engine import FakeEngine
 from tests.server.harness import CHAT, COMPLETIONS, USER, Site, serving
 
@@ -366,6 +369,42 @@ async def test_metrics_in_the_form_of_vllm() -> None:
         # A metric that vLLM has not keeps the engine's own prefix.
         assert not await site.metric("vllm:queued_tokens")
         assert await site.metric("asyncengine:queued_tokens") == {labels: 0}
+
+
+@pytest.mark.parametrize("prefix", ["asyncengine", "vllm"])
+async def test_metrics_of_several_engines_have_a_row_for_each(prefix: str) -> None:
+    whole = {"request_body_bytes"} | ({"cache_config_info"} if prefix == "asyncengine" else set())  # the server's
+    engines = [SimulatedEngine(max_num_seqs=1, step_driver="loop") for _ in range(3)]
+    async with DataParallelEngine(engines) as front, serving(front, metrics_prefix=prefix) as site:  # type: ignore[arg-type]
+        fields = {"prompt": [300] * 5, "max_tokens": 3, "ignore_eos": True, "temperature": 0}
+        jobs = [site.post(COMPLETIONS, **fields) for _ in range(6)] + [
+            site.events(COMPLETIONS, **fields) for _ in range(6)
+        ]
+        await asyncio.gather(*jobs)
+        families = list(text_string_to_metric_families(await (await site.session.get(site.url + "/metrics")).text()))
+        numbers = {
+            family.name.partition(":")[2]: {sample.labels.get("engine") for sample in family.samples}
+            for family in families
+            if family.name.startswith(("asyncengine:", "vllm:"))
+        }
+        assert {name for name, found in numbers.items() if found != {"0", "1", "2"}} == whole
+
+        def by_engine(name: str) -> list[float]:
+            rows = [s for family in families for s in family.samples if s.name == f"{prefix}:{name}"]
+            return [sum(row.value for row in rows if row.labels["engine"] == str(rank)) for rank in range(3)]
+
+        served = by_engine("e2e_request_latency_seconds_count")
+        assert sum(served) == 12
+        assert all(served)
+        for name, times in {
+            "generation_tokens_total": 3,
+            "request_success_total": 1,
+            "request_generation_tokens_sum": 3,
+            "request_prompt_tokens_sum": 5,
+            "time_to_first_token_seconds_count": 1,
+            "request_time_per_output_token_seconds_count": 1,
+        }.items():
+            assert by_engine(name) == [times * count for count in served], name
 
 
 async def test_load() -> None:

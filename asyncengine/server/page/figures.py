@@ -94,8 +94,8 @@ def figures(health: str, snapshot: EngineSnapshot, metrics: Metrics) -> Figures:
         preemptions=stats.num_preemptions,
         prefix_queries=stats.prefix_cache_queries,
         prefix_hits=stats.prefix_cache_hits,
-        ttft=Total.of(metrics.time_to_first_token),
-        itl=Total.of(*metrics.inter_token_latency.values()),
+        ttft=Total.of(*(each.time_to_first_token for each in metrics.each)),
+        itl=Total.of(*(data for each in metrics.each for data in each.inter_token_latency.values())),
         blocks=Blocks(
             stats.num_kv_blocks,
             stats.num_free_blocks,
