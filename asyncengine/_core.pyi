@@ -118,6 +118,7 @@ class ActivationFunction(enum.Enum):
     gelu_tanh = 1
     gelu = 2
     clamped_silu = 3
+    relu2 = 4
 
 class StepBatch:
     """A step as the forward sees it. The arrays are views that the next step overwrites."""
@@ -200,8 +201,7 @@ class CpuExperts:
 class CpuNorm:
     """Addresses of the weight and the bias (0: an RMS norm) of a norm; the caller keeps the memory.
 
-    The weight of an RMS norm may be in float32, whatever the rows are in.
-    """
+    The weight of an RMS norm may be in float32, whatever the rows are in."""
 
     def __init__(self, weight: int, bias: int, eps: float, float_weight: bool = False) -> None: ...
 

@@ -8,12 +8,14 @@ from typing import Any, Generic, Literal, NamedTuple, Protocol, TypeAlias, TypeV
 
 from torch import Tensor, device
 
+from asyncengine.kernels.states import Mamba2, ShortConv
 from asyncengine.kernels.weight import PackedWeight
 
-Activation = Literal["silu_mul", "gelu_tanh_mul", "gelu", "gelu_tanh", "clamped_silu_mul"]
+Activation = Literal["silu_mul", "gelu_tanh_mul", "gelu", "gelu_tanh", "clamped_silu_mul", "relu2"]
 """Names that end in _mul are gated: of gate and up side by side, [M, 2I], silu_mul gives silu(gate) * up, [M, I].
 
-clamped_silu_mul is g * sigmoid(1.702 g) * (u + 1) with g = min(gate, 7) and u = up between -7 and 7.
+clamped_silu_mul is g * sigmoid(1.702 g) * (u + 1) with g = min(gate, 7) and u = up between -7 and 7. relu2 is the
+square of max(x, 0).
 """
 
 
@@ -65,26 +67,6 @@ class AttentionLayer(NamedTuple):
     """The layer reads the keys and values that an earlier layer stored, and has queries alone."""
 
 
-class ShortConv(NamedTuple):
-    """Convolution over the last K tokens of a sequence, each channel by itself.
-
-    Channel c of token t is the sum over k of weight[k, c] * x[t - K + 1 + k, c]; before a sequence x is 0. The layer's
-    state begins with the last K - 1 inputs, float32 [K - 1, C].
-    """
-
-    weight: Tensor
-    """float32 [K, C]"""
-    bias: Tensor | None = None
-    """float32 [C]: added to the sum"""
-    silu: bool = False
-    """The result is activated by silu."""
-
-    @staticmethod
-    def state_bytes(size: int, channels: int) -> int:
-        """Bytes of the state of a convolution over ``size`` tokens, a multiple of 16."""
-        return -(-(size - 1) * channels * 4 // 16) * 16
-
-
 class KVSpec(NamedTuple):
     """A layer that keeps the keys and values of every token, in blocks: a plane of keys and a plane of values."""
 
@@ -131,7 +113,15 @@ class StateSpec(NamedTuple):
 PagedSpec: TypeAlias = KVSpec | LatentSpec
 """A layer's part of the blocks of the cache."""
 
-CacheSpec: TypeAlias = PagedSpec | StateSpec | SharedSpec
+
+class JointSpec(NamedTuple):
+    """A layer that keeps the keys and values of every token, and a state beside them."""
+
+    kv: KVSpec
+    state: StateSpec
+
+
+CacheSpec: TypeAlias = PagedSpec | StateSpec | SharedSpec | JointSpec
 """State that a layer keeps between steps; a kind of cache is a member of this union, and one of ``LayerCache``."""
 
 
@@ -162,7 +152,14 @@ class LayerStates(NamedTuple):
     begins with zeros, or with the state of the tokens before it; only csrc/core copies states."""
 
 
-LayerCache: TypeAlias = LayerKVCache | LayerLatentCache | LayerStates
+class LayerJointCache(NamedTuple):
+    """Keys, values and states of one layer."""
+
+    kv: LayerKVCache
+    states: LayerStates
+
+
+LayerCache: TypeAlias = LayerKVCache | LayerLatentCache | LayerStates | LayerJointCache
 """The memory of what a layer keeps, as ``CacheSpec`` describes it; a layer with a SharedSpec has that of another."""
 
 
@@ -398,6 +395,10 @@ class Ops(Protocol[BatchT, ResidualT, HandleT]):
 
     def short_conv(self, x: Tensor, conv: ShortConv, cache: LayerStates, batch: BatchT) -> Tensor:
         """The convolution of the step's tokens x [T, C], computed in float32: [T, C]. It renews the states' inputs."""
+
+    def mamba2(self, x: Tensor, mixer: Mamba2, cache: LayerStates, batch: BatchT) -> Tensor:
+        """The recurrence of the step's tokens x [T, mixer.width], computed in float32: [T, mixer.inner]. It renews the
+        states."""
 
     def exchange(
         self, heads: Tensor, x: Tensor, residual: ResidualT, layer: AttentionLayer, cache: LayerKVCache, batch: BatchT

@@ -10,14 +10,25 @@ import logging
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from asyncengine.errors import ModelError, UnsupportedModelError
-from asyncengine.kernels.ops import Activation, CacheSpec, KVSpec, LatentSpec, SharedSpec
+from asyncengine.kernels.ops import (
+    Activation,
+    CacheSpec,
+    JointSpec,
+    KVSpec,
+    LatentSpec,
+    PagedSpec,
+    SharedSpec,
+    StateSpec,
+)
 from asyncengine.models.files import excerpt, read_config
 from asyncengine.models.gguf.paths import is_gguf
 from asyncengine.models.gguf.settings import read_settings
+from asyncengine.models.mixer_shapes import Multipliers, StateSpace
 from asyncengine.models.rotary import RopeConfig
 
 logger = logging.getLogger(__name__)
@@ -37,9 +48,12 @@ _HIGHEST = {
     **dict.fromkeys(("intermediate_size", "n_inner", "ffn_hidden_size", "moe_intermediate_size"), 1 << 20),
     "shared_expert_intermediate_size": 1 << 20,
     "block_multiple_of": 1 << 16,
-    "conv_L_cache": 1 << 8,
+    **dict.fromkeys(("conv_L_cache", "mamba_d_conv"), 1 << 8),
+    **dict.fromkeys(("mamba_n_heads", "mamba_d_head", "mamba_d_state", "mamba_n_groups"), 1 << 12),
+    **dict.fromkeys(("mamba_expand", "mamba_d_ssm", "shared_intermediate_size"), 1 << 20),
+    "moe_shared_expert_intermediate_size": 1 << 20,
     **dict.fromkeys(("num_experts", "num_experts_per_tok", "top_k_experts", "decoder_sparse_step"), 1 << 12),
-    **dict.fromkeys(("n_routed_experts", "n_shared_experts", "rotary_dim"), 1 << 12),
+    **dict.fromkeys(("num_local_experts", "n_routed_experts", "n_shared_experts", "rotary_dim"), 1 << 12),
     **dict.fromkeys(("vocab_size", "vocab_size_per_layer_input"), 1 << 22),
     **dict.fromkeys(("max_position_embeddings", "n_positions", "original_max_position_embeddings"), MAX_POSITIONS),
     **dict.fromkeys(("seq_length", "max_seq_len"), MAX_POSITIONS),
@@ -199,6 +213,11 @@ class ExpertNames(NamedTuple):
     down: str = "down_proj"
     shared: str = "shared_expert"
 
+    @property
+    def first(self) -> tuple[str, ...]:
+        """Names of the modules of an expert's first product. Experts without a gate have an empty name for it."""
+        return (self.gate, self.up) if self.gate else (self.up,)
+
 
 class Mixture(NamedTuple):
     """Experts of a mixture, and the layers that have it in place of one feed-forward block."""
@@ -266,6 +285,10 @@ class ModelConfig:
     """Tokens that the convolution of a layer with a state sees."""
     conv_bias: bool = False
     """The convolution and the projections around it have biases."""
+    state_space: StateSpace | None = None
+    multipliers: Multipliers | None = None
+    blocks: tuple[tuple[str, ...], ...] = ()
+    """Kinds of the blocks of each layer, where checkpoints count every block."""
     keys_are_values: bool = False
     """The values of layers without a window are the keys before their norm: the checkpoint has one projection."""
     norms_values: bool = False
@@ -309,6 +332,8 @@ class ModelConfig:
     """Labels of a classification model, whose head gives a logit for each label in place of one for each token."""
     exclusive_labels: bool = True
     """A text has one of the labels, not any number of them."""
+    layers: str = "model.layers"
+    """Name of the layers' module."""
     embedding: str = "model.embed_tokens"
     """Name of the embedding's module."""
     final_norm: str = "model.norm"
@@ -333,7 +358,15 @@ class ModelConfig:
         spec = self.layer_caches[index]
         if isinstance(spec, SharedSpec):
             spec = self.layer_caches[spec.layer]
+        if isinstance(spec, JointSpec):
+            return spec.kv
         return spec if isinstance(spec, KVSpec) else None
+
+    @property
+    def cache_parts(self) -> list[PagedSpec | StateSpec | SharedSpec]:
+        """Caches that the layers keep between steps, in order; two of a layer with a JointSpec."""
+        specs = (spec if isinstance(spec, JointSpec) else (spec,) for spec in self.layer_caches)
+        return list(chain.from_iterable(specs))
 
     @property
     def head_dims(self) -> tuple[int, ...]:
@@ -350,7 +383,7 @@ class ModelConfig:
     @property
     def kv_specs(self) -> list[KVSpec]:
         """The layers that keep keys and values, in order."""
-        return [spec for spec in self.layer_caches if isinstance(spec, KVSpec)]
+        return [spec for spec in self.cache_parts if isinstance(spec, KVSpec)]
 
     @property
     def layer_windows(self) -> tuple[int, ...]:
@@ -361,7 +394,7 @@ class ModelConfig:
     @property
     def longest_window(self) -> int:
         """Tokens that the layers with blocks in the cache see, the most that one does; 0: one sees all."""
-        paged = [spec for spec in self.layer_caches if isinstance(spec, KVSpec | LatentSpec)]
+        paged = [spec for spec in self.cache_parts if isinstance(spec, KVSpec | LatentSpec)]
         windows = [spec.window if isinstance(spec, KVSpec) else 0 for spec in paged]
         return max(windows, default=0) if all(windows) else 0
 
@@ -369,7 +402,7 @@ class ModelConfig:
     def has_alike_layers(self) -> bool:
         """Every layer keeps keys and values, and all keep num_kv_heads heads of head_dim numbers."""
         shape = self.num_kv_heads, self.head_dim
-        return len(self.kv_specs) == self.num_layers and all(spec[:2] == shape for spec in self.kv_specs)
+        return all(isinstance(spec, KVSpec) and spec[:2] == shape for spec in self.layer_caches)
 
     @property
     def head_shape(self) -> tuple[str, int, int]:

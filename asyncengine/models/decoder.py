@@ -24,8 +24,8 @@ from asyncengine.kernels.ops import (
     Norm,
     Residual,
     RoutingRule,
-    ShortConv,
 )
+from asyncengine.kernels.states import Mamba2, ShortConv
 from asyncengine.models.alibi import FusedAttentionBlock
 
 
@@ -81,6 +81,25 @@ class ShortConvBlock(NamedTuple):
         if is_last:
             y = ops.keep_sampled(y, residual, batch)
         ops.linear_add_(y, self.output, residual, batch)
+
+
+class Mamba2Block(NamedTuple):
+    """residual += output · mixer(inputs · norm(residual))."""
+
+    norm: Norm | None
+    inputs: Handle
+    mixer: Mamba2
+    output: Handle
+
+    def mix(self, ops: ModelOps, residual: Residual, cache: LayerStates, batch: Batch) -> Tensor:
+        """Everything before the product with ``output``, whose input is returned."""
+        return ops.mamba2(ops.norm_linear(residual, self.norm, self.inputs, batch), self.mixer, cache, batch)
+
+    def forward(self, ops: ModelOps, residual: Residual, cache: LayerStates, batch: Batch, is_last: bool) -> None:
+        x = self.mix(ops, residual, cache, batch)
+        if is_last:
+            x = ops.keep_sampled(x, residual, batch)
+        ops.linear_add_(x, self.output, residual, batch)
 
 
 class MLPBlock(NamedTuple):
@@ -172,6 +191,18 @@ class DecoderLayer(NamedTuple):
     def forward(self, ops: ModelOps, residual: Residual, cache: LayerCache, batch: Batch, is_last: bool) -> None:
         self.mixer.forward(ops, residual, cache, batch, is_last)
         self.feed_forward.forward(ops, residual, batch)
+
+
+class BlocksLayer(NamedTuple):
+    """A mixer, behind which there are any number of feed-forward blocks."""
+
+    mixer: Mixer
+    feed_forwards: tuple[FeedForward, ...] = ()
+
+    def forward(self, ops: ModelOps, residual: Residual, cache: LayerCache, batch: Batch, is_last: bool) -> None:
+        self.mixer.forward(ops, residual, cache, batch, is_last)
+        for block in self.feed_forwards:
+            block.forward(ops, residual, batch)
 
 
 class Decoder:

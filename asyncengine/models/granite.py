@@ -9,14 +9,19 @@ from asyncengine.models.llama import LlamaForCausalLM, read_decoder_config
 
 
 def read_config(raw: RawConfig) -> ModelConfig:
-    """The residual is kept as its quotient by residual_multiplier, so that no product of a block needs that factor.
-
-    Norms do not see the difference, once their epsilon is divided by the factor's square.
-    """
     attention_bias = raw.flag("attention_bias", False)
     config = read_decoder_config(
         raw, qkv_bias=attention_bias, output_bias=attention_bias, mlp_bias=raw.flag("mlp_bias", False)
     )
+    return with_multipliers(config, raw)
+
+
+def with_multipliers(config: ModelConfig, raw: RawConfig) -> ModelConfig:
+    """Return the config with Granite's factors.
+
+    The residual is kept as its quotient by residual_multiplier, so that no product of a block needs that factor. Norms
+    do not see the difference, once their epsilon is divided by the factor's square.
+    """
     of_blocks = raw.number("residual_multiplier", 1.0)
     return replace(
         config,

@@ -11,7 +11,8 @@ from typing import Any
 
 from torch import Tensor
 
-from asyncengine.kernels.ops import CacheSpec, Handle, ShortConv, StateSpec
+from asyncengine.kernels.ops import CacheSpec, Handle, StateSpec
+from asyncengine.kernels.states import ShortConv
 from asyncengine.models.config import ExpertNames, LayerNorms, ModelConfig, RawConfig, require_full_attention
 from asyncengine.models.decoder import DecoderLayer, Layer, ShortConvBlock
 from asyncengine.models.files import excerpt

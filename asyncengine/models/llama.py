@@ -109,16 +109,20 @@ def read_config(raw: RawConfig) -> ModelConfig:
 class LayerWeights:
     """The weights of one layer, in the names of Llama's checkpoints."""
 
-    def __init__(self, config: ModelConfig, index: int, weights: WeightSource, ops: ModelOps) -> None:
+    def __init__(
+        self, config: ModelConfig, index: int, weights: WeightSource, ops: ModelOps, number: int | None = None
+    ) -> None:
+        """``number``: the layer's own number in the checkpoint; None: its index."""
         self.config = config
         self.index = index
+        self.number = index if number is None else number
         self.weights = weights
         self.ops = ops
 
     @property
     def name(self) -> str:
         """Name of the layer's module."""
-        return f"model.layers.{self.index}"
+        return f"{self.config.layers}.{self.number}"
 
     def module(self, name: str) -> str:
         """The name of a module of the layer in the checkpoint, by its name in a Llama."""
@@ -167,8 +171,8 @@ def make_norm(config: ModelConfig, weight: Tensor) -> Norm:
 
 
 def attention_block(layer: LayerWeights, cos_sin: Tensor | None, query_scales: Tensor | None = None) -> AttentionBlock:
-    config, cache, names = layer.config, layer.config.layer_caches[layer.index], layer.config.layer_norms
-    assert isinstance(cache, KVSpec)
+    config, cache, names = layer.config, layer.config.kv_spec(layer.index), layer.config.layer_norms
+    assert cache is not None
     dim, hidden, q_size, kv_size = cache.head_dim, config.hidden_size, config.num_heads * cache.head_dim, cache.width
     order = head_order(config.layer_ropes[layer.index], dim)
     qkv = layer.linear(

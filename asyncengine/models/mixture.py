@@ -53,9 +53,7 @@ def mixture_block(layer: LayerWeights) -> MixtureBlock:
     block = f"{layer.name}.{names.block}"
     modules = [f"{block}.experts.{index}" for index in range(mixture.num_experts)]
     up = [
-        weights.side_by_side(
-            [weights.weight(f"{module}.{name}", inner, hidden, cut="rows") for name in (names.gate, names.up)]
-        )
+        weights.side_by_side([weights.weight(f"{module}.{name}", inner, hidden, cut="rows") for name in names.first])
         for module in modules
     ]
     down = [weights.weight(f"{module}.{names.down}", hidden, inner, cut="columns") for module in modules]
@@ -79,14 +77,12 @@ def mixture_block(layer: LayerWeights) -> MixtureBlock:
 def _shared_expert(layer: LayerWeights, block: str, mixture: Mixture) -> SharedExpert:
     config, ops, weights, inner = layer.config, layer.ops, layer.weights, mixture.shared_size
     module, names, hidden = f"{block}.{mixture.names.shared}", mixture.names, config.hidden_size
-    up = weights.side_by_side(
-        [weights.weight(f"{module}.{name}", inner, hidden, cut="rows") for name in (names.gate, names.up)]
-    )
+    up = weights.side_by_side([weights.weight(f"{module}.{name}", inner, hidden, cut="rows") for name in names.first])
     down = weights.weight(f"{module}.{names.down}", hidden, inner, cut="columns")
     gate = None
     if mixture.gated_share:
         gate = ops.make_linear([weights.table(f"{module}_gate", 1, hidden)], [None])
-    return SharedExpert(ops.make_linear(up, [None, None]), config.activation, ops.make_linear([down], [None]), gate)
+    return SharedExpert(ops.make_linear(up, [None] * len(up)), config.activation, ops.make_linear([down], [None]), gate)
 
 
 class MixtureForCausalLM(LlamaForCausalLM):

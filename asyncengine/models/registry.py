@@ -12,10 +12,12 @@ from torch import Tensor
 from asyncengine.errors import ModelError, UnsupportedModelError
 from asyncengine.kernels.ops import Batch, BatchT, LayerCache, ModelOps
 from asyncengine.models import (
+    bamba,
     bloom,
     cohere2,
     exaone4,
     falcon,
+    falcon_h1,
     gemma2,
     gemma3,
     gemma4,
@@ -24,13 +26,16 @@ from asyncengine.models import (
     gpt2,
     gpt_oss,
     granite,
+    granite_hybrid,
     lfm2,
     llama,
+    mamba2,
     minimax_m2,
     ministral3,
     mistral,
     mixtral,
     mpt,
+    nemotron_h,
     olmo2,
     olmo3,
     olmoe,
@@ -105,6 +110,17 @@ FAMILIES = {
     ),
     "Lfm2ForCausalLM": Family(lfm2.read_config, lfm2.Lfm2ForCausalLM, ("lfm2",), quantizable=False),
     "Lfm2MoeForCausalLM": Family(lfm2.read_mixture_config, lfm2.Lfm2MoeForCausalLM, ("lfm2_moe",), quantizable=False),
+    "Mamba2ForCausalLM": Family(mamba2.read_config, mamba2.Mamba2ForCausalLM, ("mamba2",), quantizable=False),
+    "BambaForCausalLM": Family(bamba.read_config, bamba.BambaForCausalLM, ("bamba",), quantizable=False),
+    "GraniteMoeHybridForCausalLM": Family(
+        granite_hybrid.read_config, granite_hybrid.GraniteMoeHybridForCausalLM, ("granitemoehybrid",), quantizable=False
+    ),
+    "FalconH1ForCausalLM": Family(
+        falcon_h1.read_config, falcon_h1.FalconH1ForCausalLM, ("falcon_h1",), quantizable=False
+    ),
+    "NemotronHForCausalLM": Family(
+        nemotron_h.read_config, nemotron_h.NemotronHForCausalLM, ("nemotron_h",), quantizable=False
+    ),
     "Phi3ForCausalLM": Family(phi3.read_config, phi3.Phi3ForCausalLM, ("phi3",)),
     "SmolLM3ForCausalLM": Family(smollm3.read_config, smollm3.SmolLM3ForCausalLM, ("smollm3",)),
     "SeedOssForCausalLM": Family(seed_oss.read_config, seed_oss.SeedOssForCausalLM, ("seed_oss",)),

@@ -201,7 +201,8 @@ void bind_cpu_kernels(py::module_& m) {
       .value("silu", ActivationFunction::kSilu)
       .value("gelu_tanh", ActivationFunction::kGeluTanh)
       .value("gelu", ActivationFunction::kGelu)
-      .value("clamped_silu", ActivationFunction::kClampedSilu);
+      .value("clamped_silu", ActivationFunction::kClampedSilu)
+      .value("relu2", ActivationFunction::kRelu2);
 
   py::enum_<CodeType>(m, "CodeType")
       .value("int4", CodeType::kInt4)

@@ -41,6 +41,7 @@ kernels/cuda/experts
 kernels/cuda
 models/files
 models/rotary
+models/mixer_shapes
 models/gguf
 models/config
 models/weights

@@ -25,10 +25,11 @@ Jobs = list[tuple[list[int], SamplingParams]]
 
 @pytest.fixture(scope="module")
 def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    paths = {name: tmp_path_factory.mktemp(name) for name in ("full", "window", "lfm2")}
+    paths = {name: tmp_path_factory.mktemp(name) for name in ("full", "window", "lfm2", "hybrid")}
     stateful.save(paths["full"])
     stateful.save(paths["window"], window=20)
     stateful.save_lfm2(paths["lfm2"])
+    stateful.save_hybrid(paths["hybrid"])
     return paths
 
 
@@ -111,6 +112,7 @@ def expected(paths) -> dict[str, list[Any]]:
 CASES = [
     *((kind, name) for name in MACHINERY for kind in ("full", "window")),
     *(("lfm2", name) for name in ("as a rule", "chunks of seven", "little room")),
+    *(("hybrid", name) for name in ("as a rule", "chunks of seven", "little room")),
 ]
 
 

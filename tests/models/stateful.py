@@ -68,6 +68,11 @@ def save_lfm2(path: Path) -> None:
     _save(tiny.build_model("lfm2", max_position_embeddings=512), path)
 
 
+def save_hybrid(path: Path) -> None:
+    """Write a checkpoint of a Falcon-H1, whose layers keep keys, values and states of Mamba-2."""
+    _save(tiny.build_model("falcon-h1", max_position_embeddings=512, num_hidden_layers=2), path)
+
+
 def _save(model: Any, path: Path) -> None:
     """Write a checkpoint, whose last token ends a sequence, and a tokenizer."""
     model.save_pretrained(path)

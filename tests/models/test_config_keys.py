@@ -20,79 +20,12 @@ from asyncengine.models.config import RawConfig
 from asyncengine.models.registry import find_family
 from asyncengine.runner.steps.model_runner import CpuModelRunner
 from tests.models import tiny
+from tests.models.config_sources import HARMLESS, NOT_IN_FILES, ROTARY, SHARED, SOURCES
 
 PROMPT = [(7 * i + 3) % tiny.VOCAB_SIZE for i in range(45)]
 PACKAGE = Path(transformers.__file__).parent
 
 # ---- Every key is looked at ----
-
-SOURCES = {
-    "gpt2": ["gpt2"],
-    "llama": ["llama"],
-    "mistral-window": ["mistral", "ministral"],
-    "qwen2-window": ["qwen2"],
-    "qwen3-window-biased": ["qwen3"],
-    "qwen3-moe-window-biased": ["qwen3_moe"],
-    "qwen2-moe-window": ["qwen2_moe"],
-    "mixtral": ["mixtral"],
-    "olmoe": ["olmoe"],
-    "glm4-moe": ["glm4_moe"],
-    "minimax-m2": ["minimax_m2"],
-    "gpt-oss": ["gpt_oss"],
-    "gemma2": ["gemma2"],
-    "gemma3": ["gemma3"],
-    "gemma4-experts": ["gemma4"],
-    "lfm2-biased": ["lfm2"],
-    "lfm2-moe": ["lfm2_moe"],
-    "phi3-longrope": ["phi3"],
-    "smollm3": ["smollm3"],
-    "seed-oss": ["seed_oss"],
-    "ministral3": ["ministral3"],
-    "olmo2": ["olmo2"],
-    "olmo3": ["olmo3"],
-    "exaone4": ["exaone4"],
-    "granite": ["granite"],
-    "cohere2": ["cohere2"],
-    "glm": ["glm"],
-    "glm4": ["glm4"],
-    "bloom": ["bloom"],
-    "mpt-clipped": ["mpt"],
-    "falcon": ["falcon"],
-}
-SHARED = ["masking_utils.py", "cache_utils.py", "modeling_rope_utils.py"]
-HARMLESS = {
-    **dict.fromkeys((f"summary_{x}" for x in ("activation", "first_dropout", "last_dropout")), "a head for choices"),
-    **dict.fromkeys((f"summary_{x}" for x in ("proj_to_labels", "type", "use_proj")), "a head for choices"),
-    **dict.fromkeys(("output_attentions", "output_hidden_states"), "an output that nobody asks for"),
-    **dict.fromkeys(("router_aux_loss_coef", "router_jitter_noise", "embedding_fraction", "init_device"), "training"),
-    **dict.fromkeys(
-        ("attn_pdrop", "embd_pdrop", "emb_pdrop", "resid_pdrop", "attention_dropout", "residual_dropout"), "dropout"
-    ),
-    "hidden_dropout": "dropout of a head for tokens",
-    "classifier_dropout": "dropout of a head for tokens",
-    "reorder_and_upcast_attn": "the order of products, and their precision in training",
-    "pad_token_id": "the row that is not trained",
-    "pretraining_tp": "a way to split products in training",
-    "output_router_logits": "an output for training",
-    "num_mtp_layers": "layers that guess tokens, which are not used",
-    "norm_type": "a precision of norms",
-    "learned_pos_emb": "MPT has linear biases, and transformers reads no table of positions",
-    "return_dict": "the form of the output",
-    "use_cache": "keys and values are always kept",
-    "num_labels": "id2label says it, where there are labels",
-    "id2label": "labels of a classification model alone",
-    "problem_type": "labels of a classification model alone",
-    "number_of_conv_states": "the number of states that a layer of the family keeps",
-    "image_token_id": "images, which are not served",
-    "mm_tokens_per_image": "images, which are not served",
-    "vision_config": "images, which are not served",
-    "text_config": "the language model of a model for images, which is read apart",
-}
-ROTARY = {"head_dim", "rope_parameters", "original_max_position_embeddings", "partial_rotary_factor", "rope_theta"}
-"""Keys of rotary positions, which GPT-2, Bloom and MPT do not have."""
-NOT_IN_FILES = {"is_encoder_decoder", "dtype", "eos_token_id", "bos_token_id", "is_heterogeneous", "default_theta"}
-"""The ends are read apart, and the others are no keys of a file."""
-
 
 _SENSES = re.compile("Gemma4(Vision|Audio|Clippable|Model$|ForConditionalGeneration)")
 """Classes of models for images and sounds, beside their language model."""
@@ -237,6 +170,9 @@ HONOURED: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "LFM2 with the layers with attention": ("lfm2", {"layer_types": None, "full_attn_idxs": [1]}),
     "LFM2 with another epsilon": ("lfm2", {"norm_eps": 0.3}),
+    "Nemotron-H with a pattern": (
+        "nemotron-h", {"layers_block_type": None, "hybrid_override_pattern": "M-M*-"},
+    ),
     "Phi-3 with a window": ("phi3", {"sliding_window": 4}),
     "SmolLM3 with layer_types": ("smollm3", {"layer_types": ["sliding_attention"] * 4, "sliding_window": 6}),
     "SmolLM3 with an interval": ("smollm3", {"no_rope_layers": None, "no_rope_layer_interval": 2}),
@@ -346,6 +282,16 @@ SLIDING = ["sliding_attention"] * 3
         ("lfm2", {"full_attn_idxs": [True], "layer_types": None}, "full_attn_idxs"),
         ("lfm2", {"conv_L_cache": 1}, "conv_L_cache = 1"),
         ("lfm2-moe", {"num_dense_layers": -1}, "num_dense_layers = -1"),
+        ("mamba2", {"time_step_limit": [0.5, 0.1]}, r"time_step_limit = \[0.5, 0.1\]"),
+        ("mamba2", {"num_heads": 5}, "5 Mamba heads of 16 for 96 values"),
+        ("bamba", {"mamba_n_groups": 4}, "6 Mamba heads in 4 groups"),
+        ("bamba", {"attn_layer_indices": [True]}, "attn_layer_indices"),
+        ("granite-hybrid", {"layer_types": ["mamba", "conv", "mamba"]}, "layer_types = .*conv"),
+        ("granite-hybrid", {"position_embedding_type": "alibi"}, "position_embedding_type = 'alibi'"),
+        ("falcon-h1", {"ssm_multipliers": [1.0]}, r"ssm_multipliers = \[1.0\]"),
+        ("falcon-h1", {"attention_bias": True}, "attention_bias with attention_in_multiplier"),
+        ("nemotron-h", {"layers_block_type": ["mlp", "attention"]}, "layers_block_type that begins with mlp"),
+        ("nemotron-h", {"moe_latent_size": 8}, "moe_latent_size = 8"),
         ("qwen3", {"layer_types": ["full_attention"]}, "layer_types with 1 entries for 3 layers"),
         ("llama", {"model_type": "qwen2"}, "model_type = 'qwen2' with architecture LlamaForCausalLM"),
         ("llama", {"rope_parameters": {"full_attention": ROPE, "sliding_attention": ROPE}}, "for each layer type"),

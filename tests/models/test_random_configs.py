@@ -16,7 +16,7 @@ from asyncengine.errors import ModelError
 from asyncengine.kernels.cpu.reference import ReferenceOps
 from asyncengine.runner.steps.model_runner import CpuModelRunner
 from tests.models import tiny
-from tests.models.test_config_keys import SOURCES
+from tests.models.config_sources import SOURCES
 
 PROMPT = [(7 * i + 3) % tiny.VOCAB_SIZE for i in range(45)]
 DRAWS, CHANGES = 10, 2

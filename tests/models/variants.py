@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from tests.models.mixtures import MIXTURES
+from tests.models.state_spaces import STATE_SPACES
 
 VOCAB_SIZE = 199
 
@@ -323,4 +324,5 @@ VARIANTS |= {
         },
     ),
 }  # fmt: skip
+VARIANTS |= {name: (family, DECODER | changes) for name, (family, changes) in STATE_SPACES.items()}
 VARIANTS |= {name: (family, DECODER | changes) for name, (family, changes) in MIXTURES.items()}

@@ -26,9 +26,9 @@ from asyncengine.kernels.ops import (
     Reduction,
     Routing,
     RoutingRule,
-    ShortConv,
     split_heads,
 )
+from asyncengine.kernels.states import Mamba2, ShortConv
 from asyncengine.kernels.weight import PackedWeight
 
 PrefillAttention = Literal["native", "sdpa"]
@@ -209,6 +209,9 @@ class BaseOps(Ops[StepBatch, Residual, HandleT]):
 
     def short_conv(self, x: Tensor, conv: ShortConv, cache: LayerStates, batch: StepBatch) -> Tensor:
         return recurrent.short_conv(x, conv, cache, batch)
+
+    def mamba2(self, x: Tensor, mixer: Mamba2, cache: LayerStates, batch: StepBatch) -> Tensor:
+        return recurrent.mamba2(x, mixer, cache, batch)
 
     def store_heads(self, call: AttentionCall[StepBatch]) -> None:
         """Everything of ``attention`` that precedes it: queries and keys are normed and rotated in place."""

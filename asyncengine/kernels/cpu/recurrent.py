@@ -14,7 +14,8 @@ from torch import Tensor
 
 from asyncengine._core import StepBatch
 from asyncengine.kernels.cpu.sdpa import count_decodes
-from asyncengine.kernels.ops import LayerStates, ShortConv
+from asyncengine.kernels.ops import LayerStates
+from asyncengine.kernels.states import Mamba2, ShortConv
 
 
 def rows_of(batch: StepBatch) -> Iterator[tuple[Tensor, slice, int]]:
@@ -46,3 +47,39 @@ def short_conv(x: Tensor, conv: ShortConv, cache: LayerStates, batch: StepBatch)
         out[tokens] = (F.silu(y) if conv.silu else y).flatten(0, 1).to(x.dtype)
         states[slots] = inputs[:, length:].flatten(1)
     return out
+
+
+def mamba2(x: Tensor, mixer: Mamba2, cache: LayerStates, batch: StepBatch) -> Tensor:
+    """``Ops.mamba2``."""
+    heads, dim, size, inner = len(mixer.decay), mixer.head_dim, mixer.state_size, mixer.inner
+    gate, mixed, steps = torch.split(x.float(), [inner, mixer.width - inner - heads, heads], -1)
+    channels, first = mixed.shape[1], ShortConv.state_bytes(len(mixer.conv.weight), mixed.shape[1]) // 4
+    of_groups = (channels - inner) // 2
+    values, b, c = torch.split(short_conv(mixed, mixer.conv, cache, batch), [inner, of_groups, of_groups], -1)
+    values = values.view(-1, heads, dim)
+    b, c = (y.view(-1, mixer.groups, size).repeat_interleave(heads // mixer.groups, 1) for y in (b, c))
+    steps = F.softplus(steps + mixer.dt_bias).clamp(*mixer.dt_range)
+    keeps, added = torch.exp(steps * mixer.decay), steps[..., None] * values
+    states = cache.states.view(torch.float32)[:, first : first + inner * size]
+    out = torch.empty_like(values)
+    for slots, tokens, length in rows_of(batch):
+        state = states[slots].view(-1, heads, size, dim)
+        for t in range(length):
+            now = slice(tokens.start + t, tokens.stop, length)
+            state = keeps[now, :, None, None] * state + b[now, :, :, None] * added[now, :, None]
+            out[now] = (c[now, :, :, None] * state).sum(2)
+        states[slots] = state.flatten(1)
+    out = (out + mixer.skip[:, None] * values).view(-1, inner)
+    return _gated(out, gate, mixer).to(x.dtype)
+
+
+def _gated(y: Tensor, gate: Tensor, mixer: Mamba2) -> Tensor:
+    """y [T, H * P] times the activated gate, normed where there is a norm."""
+    gate = F.silu(gate)
+    if mixer.norm is None:
+        return y * gate
+    if not mixer.norm_before_gate:
+        y = y * gate
+    y = F.rms_norm(y.view(len(y), mixer.groups, -1), (y.shape[1] // mixer.groups,), eps=mixer.eps)
+    y = y.flatten(1) * mixer.norm
+    return y * gate if mixer.norm_before_gate else y

@@ -79,6 +79,8 @@ class ReferenceOps(BaseOps[ReferenceLinear]):
                 y = F.silu(x32)
             case "gelu_tanh":
                 y = F.gelu(x32, approximate="tanh")
+            case "relu2":
+                y = F.relu(x32).square()
             case _:
                 y = F.gelu(x32)
         return (y if up is None else y * up).to(x.dtype)

@@ -44,8 +44,8 @@ from asyncengine.kernels.ops import (
     Reduction,
     Routing,
     RoutingRule,
-    ShortConv,
 )
+from asyncengine.kernels.states import Mamba2, ShortConv
 from asyncengine.kernels.weight import DENSE, PackedWeight, tensors_of
 
 
@@ -225,6 +225,10 @@ class CudaOps:
     def short_conv(self, x: Tensor, conv: ShortConv, cache: LayerStates, batch: CudaBatch) -> Tensor:
         """Raises UnsupportedModelError: the loader refuses models whose layers keep a state before it."""
         raise UnsupportedModelError("short convolutions run with device=cpu alone yet")
+
+    def mamba2(self, x: Tensor, mixer: Mamba2, cache: LayerStates, batch: CudaBatch) -> Tensor:
+        """Raises UnsupportedModelError, as ``short_conv``."""
+        raise UnsupportedModelError("Mamba-2 runs with device=cpu alone yet")
 
     def exchange(
         self, heads: Tensor, x: Tensor, residual: Residual, layer: AttentionLayer, cache: LayerKVCache, batch: CudaBatch

@@ -5,8 +5,9 @@ from __future__ import annotations
 import ctypes
 import logging
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import count
 from typing import Any
 
 import torch
@@ -19,9 +20,11 @@ from asyncengine.kernels.cpu.checks import native_dtype
 from asyncengine.kernels.float8 import FLOAT8
 from asyncengine.kernels.ops import (
     CacheSpec,
+    JointSpec,
     KVSpec,
     LatentSpec,
     LayerCache,
+    LayerJointCache,
     LayerKVCache,
     LayerLatentCache,
     LayerStates,
@@ -48,12 +51,12 @@ def kv_dtype(config: EngineConfig, dtype: torch.dtype) -> torch.dtype:
 
 def block_bytes(model: ModelConfig, block_size: int, dtype: torch.dtype) -> int:
     """Bytes of one block: the planes in ``dtype`` of all layers that keep some. 0: no layer does."""
-    return sum(spec.planes * spec.width for spec in _paged(model.layer_caches)) * block_size * dtype.itemsize
+    return sum(spec.planes * spec.width for spec in _paged(model)) * block_size * dtype.itemsize
 
 
 def state_bytes(model: ModelConfig) -> int:
     """Bytes of the states that all layers keep of one sequence."""
-    return sum(spec.num_bytes for spec in model.layer_caches if isinstance(spec, StateSpec))
+    return sum(spec.num_bytes for spec in model.cache_parts if isinstance(spec, StateSpec))
 
 
 def host_obstacle(model: ModelConfig, dtype: torch.dtype = torch.bfloat16) -> str:
@@ -81,8 +84,8 @@ def num_state_slots(config: EngineConfig, model: ModelConfig) -> int:
     return 2 * config.max_num_seqs if state_bytes(model) else 0
 
 
-def _paged(specs: Sequence[CacheSpec]) -> list[PagedSpec]:
-    return [spec for spec in specs if isinstance(spec, KVSpec | LatentSpec)]
+def _paged(model: ModelConfig) -> list[PagedSpec]:
+    return [spec for spec in model.cache_parts if isinstance(spec, KVSpec | LatentSpec)]
 
 
 def choose_num_blocks(
@@ -198,7 +201,8 @@ class KVCache:
 
     def state_regions(self) -> list[tuple[int, int]]:
         """(address of slot 0, bytes per slot) of every layer's states."""
-        states = [layer.states for layer in self.layers if isinstance(layer, LayerStates)]
+        caches = (layer.states if isinstance(layer, LayerJointCache) else layer for layer in self.layers)
+        states = [cache.states for cache in caches if isinstance(cache, LayerStates)]
         return [(memory.data_ptr(), memory[0].nbytes) for memory in states]
 
 
@@ -215,7 +219,7 @@ def allocate(
     if scales is not None:
         dtype = FLOAT8
     block_size, counts, state_slots = config.block_size, Counter[int](), num_state_slots(config, model)
-    for spec in _paged(model.layer_caches):
+    for spec in _paged(model):
         counts[spec.width] += spec.planes
     try:
         groups = {
@@ -224,7 +228,7 @@ def allocate(
         }
         states = [
             torch.empty((state_slots, spec.num_bytes), dtype=torch.uint8, device=ops.device)
-            for spec in model.layer_caches
+            for spec in model.cache_parts
             if isinstance(spec, StateSpec)
         ]
     except RuntimeError as e:
@@ -242,8 +246,16 @@ def _layers(
     scales: Tensor | None, transposed_keys: bool,
 ) -> list[LayerCache]:  # fmt: skip
     """The caches of the layers over planes [num_blocks, elements] by their width, and states."""
+    remaining, numbers = iter(states), count()
+
+    def paged(spec: KVSpec) -> LayerKVCache:
+        by_token = (spec.num_heads, block_size, spec.head_dim)
+        keys = (spec.num_heads, spec.head_dim, block_size) if transposed_keys else by_token
+        k, v = (next(planes[spec.width]).view(-1, *shape) for shape in (keys, by_token))
+        number = next(numbers)
+        return LayerKVCache(k, v, None if scales is None else scales[number], number)
+
     layers: list[LayerCache] = []
-    remaining, number = iter(states), 0
     for spec in model.layer_caches:
         match spec:
             case SharedSpec():
@@ -253,11 +265,9 @@ def _layers(
             case LatentSpec():
                 layers.append(LayerLatentCache(next(planes[spec.width]).view(-1, block_size, spec.width)))
             case KVSpec():
-                by_token = (spec.num_heads, block_size, spec.head_dim)
-                keys = (spec.num_heads, spec.head_dim, block_size) if transposed_keys else by_token
-                k, v = (next(planes[spec.width]).view(-1, *shape) for shape in (keys, by_token))
-                layers.append(LayerKVCache(k, v, None if scales is None else scales[number], number))
-                number += 1
+                layers.append(paged(spec))
+            case JointSpec():
+                layers.append(LayerJointCache(paged(spec.kv), LayerStates(next(remaining))))
     return layers
 
 

@@ -97,7 +97,7 @@ struct EmbedTask {
 };
 
 // kClampedSilu, which is gated: g * sigmoid(1.702 g) * (u + 1) of g = min(gate, 7) and u = up between -7 and 7.
-enum class ActivationFunction : int { kSilu = 0, kGeluTanh = 1, kGelu = 2, kClampedSilu = 3 };
+enum class ActivationFunction : int { kSilu = 0, kGeluTanh = 1, kGelu = 2, kClampedSilu = 3, kRelu2 = 4 };
 
 struct Activation {
   ActivationFunction function;

@@ -160,6 +160,8 @@ void activation_rows(Activation kind, const T* x, T* y, int64_t width, int64_t r
     case ActivationFunction::kSilu: return rows([](Vec v) __attribute__((always_inline)) { return silu(v); });
     case ActivationFunction::kGeluTanh: return rows([](Vec v) __attribute__((always_inline)) { return gelu_tanh(v); });
     case ActivationFunction::kGelu: return rows([](Vec v) __attribute__((always_inline)) { return gelu(v); });
+    case ActivationFunction::kRelu2:
+      return rows([](Vec v) __attribute__((always_inline)) { return v * (v < 0.f ? splat(0.f) : v); });
     case ActivationFunction::kClampedSilu: return clamped_silu_rows(x, y, width, row_begin, row_end);
   }
 }

@@ -27,7 +27,11 @@ Without a tma plan the head gives logits, by the plan of its site without argmax
 
 def fused_activation(activation: Activation | None) -> FusedActivation | None:
     """The activation, if the kernels of products compute it; None if it is a kernel of its own behind the product."""
-    return None if activation == "gelu_tanh_mul" or activation == "clamped_silu_mul" else activation
+    match activation:
+        case "silu_mul" | "gelu" | "gelu_tanh":
+            return activation
+        case _:
+            return None
 
 
 class Site(NamedTuple):
