@@ -141,6 +141,9 @@ class EngineConfig:
     head of a layer: twice the tokens of bfloat16 in the same memory, four times those of float32. Scales are fixed when
     the model is loaded: the checkpoint's, or such that keys and values of a fixed prompt of random tokens have room to
     be twice as large. A GPU needs compute capability 8.9 or newer."""
+    state_dtype: Literal["float32", "bfloat16"] = "float32"
+    """Type of the states of recurrences (Mamba-2, gated DeltaNet). bfloat16 takes half the memory, and every token
+    rounds the state to it."""
     num_kv_blocks: int | None = None
     """Count of KV blocks; overrides kv_cache_memory_bytes."""
     enable_prefix_caching: bool = True

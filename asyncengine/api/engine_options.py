@@ -38,6 +38,7 @@ class EngineOptions(TypedDict, total=False):
     kv_cache_memory_bytes: int | None
     gpu_memory_utilization: float
     kv_cache_dtype: Literal["auto", "fp8"]
+    state_dtype: Literal["float32", "bfloat16"]
     num_kv_blocks: int | None
     enable_prefix_caching: bool
     kv_events: bool

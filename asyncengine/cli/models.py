@@ -18,11 +18,11 @@ if TYPE_CHECKING:
 
 _FLAGS = (
     "revision", "load_format", "dtype", "model_impl", "trust_remote_code", "quantization", "device", "max_model_len",
-    "max_num_seqs", "max_num_batched_tokens", "prefill_chunk_size", "block_size", "kv_cache_dtype",
+    "max_num_seqs", "max_num_batched_tokens", "prefill_chunk_size", "block_size", "kv_cache_dtype", "state_dtype",
     "kv_cache_memory_bytes", "num_kv_blocks", "gpu_memory_utilization",
 )  # fmt: skip
 """Flags of the engine on which the answer depends."""
-_COMMON = ("dtype", "quantization", "device", "max_model_len", "max_num_seqs", "kv_cache_dtype")
+_COMMON = ("dtype", "quantization", "device", "max_model_len", "max_num_seqs", "kv_cache_dtype", "state_dtype")
 _COLUMNS = {
     "fp8_weights": "fp8 weights",
     "float8_cache": "fp8 cache",

@@ -8,7 +8,7 @@ from typing import Any, Generic, Literal, NamedTuple, Protocol, TypeAlias, TypeV
 
 from torch import Tensor, device
 
-from asyncengine.kernels.states import Mamba2, ShortConv
+from asyncengine.kernels.states import DeltaNet, Mamba2, ShortConv
 from asyncengine.kernels.weight import PackedWeight
 
 Activation = Literal["silu_mul", "gelu_tanh_mul", "gelu", "gelu_tanh", "clamped_silu_mul", "relu2"]
@@ -399,6 +399,9 @@ class Ops(Protocol[BatchT, ResidualT, HandleT]):
     def mamba2(self, x: Tensor, mixer: Mamba2, cache: LayerStates, batch: BatchT) -> Tensor:
         """The recurrence of the step's tokens x [T, mixer.width], computed in float32: [T, mixer.inner]. It renews the
         states."""
+
+    def delta_net(self, x: Tensor, mixer: DeltaNet, cache: LayerStates, batch: BatchT) -> Tensor:
+        """The recurrence of the step's tokens x [T, mixer.width], as ``mamba2``."""
 
     def exchange(
         self, heads: Tensor, x: Tensor, residual: ResidualT, layer: AttentionLayer, cache: LayerKVCache, batch: BatchT

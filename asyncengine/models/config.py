@@ -28,7 +28,7 @@ from asyncengine.kernels.ops import (
 from asyncengine.models.files import excerpt, read_config
 from asyncengine.models.gguf.paths import is_gguf
 from asyncengine.models.gguf.settings import read_settings
-from asyncengine.models.mixer_shapes import Multipliers, StateSpace
+from asyncengine.models.mixer_shapes import Delta, Multipliers, StateSpace
 from asyncengine.models.rotary import RopeConfig
 
 logger = logging.getLogger(__name__)
@@ -52,6 +52,9 @@ _HIGHEST = {
     **dict.fromkeys(("mamba_n_heads", "mamba_d_head", "mamba_d_state", "mamba_n_groups"), 1 << 12),
     **dict.fromkeys(("mamba_expand", "mamba_d_ssm", "shared_intermediate_size"), 1 << 20),
     "moe_shared_expert_intermediate_size": 1 << 20,
+    **dict.fromkeys((f"linear_{kind}_head_dim" for kind in ("key", "value")), 1 << 12),
+    **dict.fromkeys((f"linear_num_{kind}_heads" for kind in ("key", "value")), 1 << 12),
+    "linear_conv_kernel_dim": 1 << 8,
     **dict.fromkeys(("num_experts", "num_experts_per_tok", "top_k_experts", "decoder_sparse_step"), 1 << 12),
     **dict.fromkeys(("num_local_experts", "n_routed_experts", "n_shared_experts", "rotary_dim"), 1 << 12),
     **dict.fromkeys(("vocab_size", "vocab_size_per_layer_input"), 1 << 22),
@@ -286,6 +289,7 @@ class ModelConfig:
     conv_bias: bool = False
     """The convolution and the projections around it have biases."""
     state_space: StateSpace | None = None
+    delta: Delta | None = None
     multipliers: Multipliers | None = None
     blocks: tuple[tuple[str, ...], ...] = ()
     """Kinds of the blocks of each layer, where checkpoints count every block."""
@@ -295,6 +299,8 @@ class ModelConfig:
     """Values have an RMS norm without a weight."""
     wide_sharing_mlp: bool = False
     """Layers that share keys and values have MLPs of twice the intermediate size."""
+    gated_queries: bool = False
+    """Behind the queries of each head the checkpoint has a gate of as many rows, in the same matrix."""
     qkv_bias: bool = False
     output_bias: bool = False
     mlp_bias: bool = False

@@ -25,7 +25,7 @@ from asyncengine.kernels.ops import (
     Residual,
     RoutingRule,
 )
-from asyncengine.kernels.states import Mamba2, ShortConv
+from asyncengine.kernels.states import DeltaNet, Mamba2, ShortConv
 from asyncengine.models.alibi import FusedAttentionBlock
 
 
@@ -100,6 +100,35 @@ class Mamba2Block(NamedTuple):
         if is_last:
             x = ops.keep_sampled(x, residual, batch)
         ops.linear_add_(x, self.output, residual, batch)
+
+
+class DeltaNetBlock(NamedTuple):
+    """residual += output · mixer(inputs · norm(residual))."""
+
+    norm: Norm | None
+    inputs: Handle
+    mixer: DeltaNet
+    output: Handle
+
+    def forward(self, ops: ModelOps, residual: Residual, cache: LayerStates, batch: Batch, is_last: bool) -> None:
+        x = ops.delta_net(ops.norm_linear(residual, self.norm, self.inputs, batch), self.mixer, cache, batch)
+        if is_last:
+            x = ops.keep_sampled(x, residual, batch)
+        ops.linear_add_(x, self.output, residual, batch)
+
+
+class GatedAttentionBlock(NamedTuple):
+    """An attention block whose result is multiplied by sigmoid(gate · norm(residual)) before its last product."""
+
+    attention: AttentionBlock
+    gate: Handle
+
+    def forward(self, ops: ModelOps, residual: Residual, cache: LayerKVCache, batch: Batch, is_last: bool) -> None:
+        gate = ops.norm_linear(residual, self.attention.norm, self.gate, batch).sigmoid()
+        x = self.attention.attend(ops, residual, cache, batch, is_last=False) * gate
+        if is_last:
+            x = ops.keep_sampled(x, residual, batch)
+        ops.linear_add_(x, self.attention.output, residual, batch)
 
 
 class MLPBlock(NamedTuple):

@@ -139,11 +139,13 @@ class LayerWeights:
         fused: str | None = None,
         stored_as: Mapping[str, str] = MappingProxyType({}),
         order: Tensor | None = None,
+        gated: int = 0,
     ) -> Handle:
         """Projections ``sizes`` of one input, by name; side by side.
 
         With ``fused`` the checkpoint has one of that name, which holds them one below another; ``stored_as`` has the
         names under which it has others. The rows of all but values ("v") take an ``order`` within each head.
+        With ``gated`` each head of queries ("q") has so many rows, and as many of a gate behind, which are left out.
         """
         total, first = sum(sizes.values()), 0
         matrices, biases = [], []
@@ -151,8 +153,12 @@ class LayerWeights:
             module = self.module(f"{block}.{fused or stored_as.get(name, name)}_proj")
             rows = (first, first + size) if fused else None
             how: Any = {"cut": cut, "rows": rows, "order": None if name == "v" else order}
-            matrices.append(self.weights.weight(module, total if fused else size, in_size, **how))
-            biases.append(self.weights.bias(module, total if fused else size, **how) if bias else None)
+            stored = total if fused else size
+            if gated and name == "q":
+                how |= {"order": torch.arange(gated) if order is None else order, "head_rows": 2 * gated}
+                stored = 2 * size
+            matrices.append(self.weights.weight(module, stored, in_size, **how))
+            biases.append(self.weights.bias(module, stored, **how) if bias else None)
             first += size
         return self.ops.make_linear(self.weights.side_by_side(matrices), biases)
 
@@ -183,6 +189,7 @@ def attention_block(layer: LayerWeights, cos_sin: Tensor | None, query_scales: T
         bias=config.qkv_bias,
         fused="qkv" if config.fused_qkv else None,
         order=order,
+        gated=dim if config.gated_queries else 0,
     )
     head_norms: HeadNorms | None = None
     if config.qk_norm:

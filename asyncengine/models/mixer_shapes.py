@@ -26,6 +26,8 @@ class StateSpace(NamedTuple):
     """The result has a norm."""
     norm_before_gate: bool = False
     module: str = "mamba"
+    half: bool = False
+    """The recurrence's state is in bfloat16, and otherwise in float32."""
 
     @property
     def inner(self) -> int:
@@ -40,8 +42,40 @@ class StateSpace(NamedTuple):
     @property
     def spec(self) -> StateSpec:
         """The state of a layer."""
-        of_conv = ShortConv.state_bytes(self.conv_size, self.channels)
-        return StateSpec(of_conv + -(-self.inner * self.state_size * 4 // 16) * 16)
+        return _spec(ShortConv.state_bytes(self.conv_size, self.channels), self.inner * self.state_size, self.half)
+
+
+class Delta(NamedTuple):
+    """Mixers of gated DeltaNet (``kernels.states.DeltaNet``)."""
+
+    key_heads: int
+    value_heads: int
+    key_dim: int
+    value_dim: int
+    conv_size: int
+    fused: bool = False
+    """The checkpoint holds the rows of projections by heads of keys."""
+    half: bool = False
+    """The recurrence's state is in bfloat16, and otherwise in float32."""
+
+    @property
+    def inner(self) -> int:
+        """Numbers of a token's result."""
+        return self.value_heads * self.value_dim
+
+    @property
+    def channels(self) -> int:
+        """Channels of the convolution."""
+        return self.inner + 2 * self.key_heads * self.key_dim
+
+    @property
+    def spec(self) -> StateSpec:
+        """The state of a layer."""
+        return _spec(ShortConv.state_bytes(self.conv_size, self.channels), self.inner * self.key_dim, self.half)
+
+
+def _spec(of_conv: int, numbers: int, half: bool) -> StateSpec:
+    return StateSpec(of_conv + -(-numbers * (2 if half else 4) // 16) * 16)
 
 
 class Multipliers(NamedTuple):

@@ -44,6 +44,7 @@ from asyncengine.models import (
     qwen2_moe,
     qwen3,
     qwen3_moe,
+    qwen3_next,
     seed_oss,
     smollm3,
 )
@@ -110,6 +111,15 @@ FAMILIES = {
     ),
     "Lfm2ForCausalLM": Family(lfm2.read_config, lfm2.Lfm2ForCausalLM, ("lfm2",), quantizable=False),
     "Lfm2MoeForCausalLM": Family(lfm2.read_mixture_config, lfm2.Lfm2MoeForCausalLM, ("lfm2_moe",), quantizable=False),
+    "Qwen3NextForCausalLM": Family(
+        qwen3_next.read_config, qwen3_next.Qwen3NextForCausalLM, ("qwen3_next",), quantizable=False
+    ),
+    "Qwen3_5ForCausalLM": Family(
+        qwen3_next.read_qwen35_config, qwen3_next.Qwen3NextForCausalLM, ("qwen3_5_text",), quantizable=False
+    ),
+    "Qwen3_5MoeForCausalLM": Family(
+        qwen3_next.read_qwen35_moe_config, qwen3_next.Qwen3NextForCausalLM, ("qwen3_5_moe_text",), quantizable=False
+    ),
     "Mamba2ForCausalLM": Family(mamba2.read_config, mamba2.Mamba2ForCausalLM, ("mamba2",), quantizable=False),
     "BambaForCausalLM": Family(bamba.read_config, bamba.BambaForCausalLM, ("bamba",), quantizable=False),
     "GraniteMoeHybridForCausalLM": Family(
@@ -185,6 +195,8 @@ def _text_part(model_type: str, *architectures: str) -> Family:
 
 FAMILIES["Gemma3ForConditionalGeneration"] = _text_part("gemma3", "Gemma3ForCausalLM")
 FAMILIES["Gemma4ForConditionalGeneration"] = _text_part("gemma4", "Gemma4ForCausalLM")
+FAMILIES["Qwen3_5ForConditionalGeneration"] = _text_part("qwen3_5", "Qwen3_5ForCausalLM")
+FAMILIES["Qwen3_5MoeForConditionalGeneration"] = _text_part("qwen3_5_moe", "Qwen3_5MoeForCausalLM")
 FAMILIES["Mistral3ForConditionalGeneration"] = _text_part("mistral3", "MistralForCausalLM", "Ministral3ForCausalLM")
 
 for _name, _causal in (

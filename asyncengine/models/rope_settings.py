@@ -37,7 +37,7 @@ def read_rope(
         raise raw.unsupported("partial_rotary_factor")
     dim = int(head_dim * rotated)
     if rotated > 1 or dim < 2 or dim % 2:
-        raise raw.unsupported(f"partial_rotary_factor = {rotated:g} of heads of {head_dim}")
+        raise raw.unsupported(f"partial_rotary_factor = {rotated:g} of heads of {head_dim} (head_dim)")
     plain = RopeConfig(theta=theta, kind=kind, dim=dim)
     if kind in ("default", "dynamic"):
         return plain

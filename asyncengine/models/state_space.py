@@ -7,7 +7,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from asyncengine.kernels.ops import CacheSpec, Handle, Norm
+import torch
+
+from asyncengine.kernels.ops import CacheSpec, Handle, JointSpec, Norm, StateSpec
 from asyncengine.kernels.states import Mamba2, ShortConv
 from asyncengine.models.config import ModelConfig, RawConfig
 from asyncengine.models.decoder import DecoderLayer, Layer, Mamba2Block
@@ -84,6 +86,21 @@ def with_mixers(config: ModelConfig, mixers: StateSpace, attends: Sequence[bool]
     return replace(config, state_space=mixers, layer_caches=tuple(caches), **changes)
 
 
+def with_half_states(config: ModelConfig) -> ModelConfig:
+    """Return the config with the states of recurrences in bfloat16. Those of convolutions stay in float32."""
+    mixers = {name: mixer._replace(half=True) for name in ("state_space", "delta") if (mixer := getattr(config, name))}
+    if not mixers:
+        return config
+    [mixer] = mixers.values()
+
+    def half(spec: CacheSpec) -> CacheSpec:
+        if isinstance(spec, JointSpec):
+            return spec._replace(state=mixer.spec)
+        return mixer.spec if isinstance(spec, StateSpec) else spec
+
+    return replace(config, layer_caches=tuple(map(half, config.layer_caches)), **mixers)
+
+
 def mamba2_block(layer: LayerWeights, norm: Norm | None, input_scale: float = 1.0) -> Mamba2Block:
     """A mixer behind ``norm``. A bias of its first product is divided by ``input_scale``."""
     config, weights, mixers = layer.config, layer.weights, layer.config.state_space
@@ -114,6 +131,7 @@ def mamba2_block(layer: LayerWeights, norm: Norm | None, input_scale: float = 1.
         weights.float32(f"{name}.norm.weight", mixers.inner) if mixers.normed else None,
         mixers.eps,
         mixers.norm_before_gate,
+        torch.bfloat16 if mixers.half else torch.float32,
     )
     inputs = linear("in_proj", mixer.width, hidden, mixers.input_bias, input_scale)
     return Mamba2Block(norm, inputs, mixer, linear("out_proj", hidden, mixers.inner, mixers.output_bias))

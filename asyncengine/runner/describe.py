@@ -25,6 +25,7 @@ from asyncengine.runner.steps.model_runner import (
     dtype_of,
     family_of,
     load_model,
+    shape_of,
 )
 
 _FIXED_GPU_BYTES = 768 << 20
@@ -32,7 +33,7 @@ _FIXED_GPU_BYTES = 768 << 20
 _WEIGHT_FILES = (".safetensors", ".bin", ".pt", ".pth")
 _PROBE: dict[str, Any] = {
     "vocab_size": 512, "hidden_size": 512, "intermediate_size": 512, "num_hidden_layers": 12,
-    "num_attention_heads": 8, "num_key_value_heads": 4, "max_position_embeddings": 1024,
+    "num_attention_heads": 8, "num_key_value_heads": 4, "max_position_embeddings": 1024, "num_heads": 16,
 }  # fmt: skip
 """Sizes of a model whose other keys are a family's defaults."""
 
@@ -138,7 +139,7 @@ def describe_model(config: EngineConfig, device: str, memory_bytes: int | None =
     formats: tuple[str, ...] = ()
     try:
         architecture, family = family_of(config, raw)
-        model = family.read_config(raw)
+        model = shape_of(config, family, raw)
         check_layers(config, architecture, model, device)
         context = choose_max_model_len(config, model)
         dtype = dtype_of(config, architecture, family, raw, torch.device(device))

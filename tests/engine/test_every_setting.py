@@ -8,7 +8,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import json
 import os
+import tempfile
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -27,6 +29,7 @@ from asyncengine.kernels.cuda.ops import CudaOps
 from asyncengine.runner.backend import load_backend
 from asyncengine.runner.costs.table import CostTable, HostAttention, Point
 from asyncengine.runner.cuda_runner import cuda_options
+from asyncengine.runner.describe import describe_model
 from asyncengine.runner.loop_config import hybrid_gain
 from asyncengine.runner.start import prepare
 from asyncengine.runner.state import memory
@@ -304,6 +307,15 @@ async def compilers(**config: Any) -> Any:
     return started.call_args.args
 
 
+async def states(**config: Any) -> Any:
+    """Return the bytes of the states of a small Mamba-2."""
+    sizes = {"num_heads": 2, "head_dim": 8, "hidden_size": 8, "state_size": 4, "n_groups": 1, "num_hidden_layers": 1}
+    with tempfile.TemporaryDirectory() as folder:
+        text = json.dumps({"architectures": ["Mamba2ForCausalLM"], "vocab_size": 16, **sizes})
+        (Path(folder) / "config.json").write_text(text)
+        return describe_model(EngineConfig(model=folder, **config), "cpu").state_bytes_per_sequence
+
+
 async def kernels(**config: Any) -> Any:
     """Return the plans of projections of eight rows, and the hints with which their tiles are loaded."""
     ops = CudaOps(torch.device("cpu"), cuda_options(EngineConfig(model="m", **config), H200))
@@ -393,6 +405,7 @@ CHANGES = {
     "block_size": Change(fits, 32, 16, {"num_kv_blocks": 10}),
     "kv_cache_memory_bytes": Change(story, 1 << 24, 1 << 10, {"num_kv_blocks": None}),
     "kv_cache_dtype": Change(story, "auto", "fp8"),
+    "state_dtype": Change(states, "float32", "bfloat16"),
     "num_kv_blocks": Change(fits, 4096, 4),
     "enable_prefix_caching": Change(hits, True, False),
     "kv_events": Change(changes, False, True),

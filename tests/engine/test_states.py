@@ -17,6 +17,7 @@ from asyncengine import AsyncEngine, ConfigError, InvalidRequestError, RequestOu
 from asyncengine.config import EngineConfig
 from asyncengine.kernels.cpu.reference import ReferenceOps
 from asyncengine.kernels.ops import LayerStates
+from asyncengine.runner.describe import describe_model
 from asyncengine.runner.steps.model_runner import CpuModelRunner, load_model
 from tests.models import stateful, tiny
 
@@ -222,6 +223,22 @@ def test_what_needs_to_go_back_is_refused_by_name(paths, tmp_path, caplog):
     disk = {"host_kv_memory_bytes": 1 << 20, "disk_kv_path": str(tmp_path)}
     with pytest.raises(ConfigError, match="keep a state, which disk_kv_path does not"):
         CpuModelRunner.load(EngineConfig.from_kwargs(str(paths["full"]), disk))
+
+
+def test_states_in_bfloat16_are_half_as_large_and_rounded_behind_each_token(paths):
+    """Tokens do not depend on the machinery either, and states are stored in half the bytes."""
+    jobs, half = mixed_jobs()[:8], {"state_dtype": "bfloat16"}
+    expected, _ = run(paths["hybrid"], jobs, alone=True, **ALONE, **half)
+    assert run(paths["hybrid"], jobs, **MACHINERY["chunks of seven"], **half)[0] == expected
+    path = str(paths["hybrid"])
+    whole, halved = (
+        describe_model(EngineConfig.from_kwargs(path, {"state_dtype": dtype}), "cpu").state_bytes_per_sequence or 0
+        for dtype in ("float32", "bfloat16")
+    )
+    of_convolutions = 2 * 3 * (96 + 2 * 2 * 10) * 4
+    assert (halved - of_convolutions) * 2 == whole - of_convolutions
+    with pytest.raises(ConfigError, match="state_dtype=bfloat16 needs layers with a recurrence, and Lfm2ForCausalLM"):
+        CpuModelRunner.load(EngineConfig.from_kwargs(str(paths["lfm2"]), half))
 
 
 def test_a_gpu_is_refused_by_name(paths):

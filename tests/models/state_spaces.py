@@ -11,6 +11,11 @@ NEMOTRON = {
     "pad_token_id": None, "initializer_range": 0.2,
 }  # fmt: skip
 
+DELTA = {
+    "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 12,
+    "head_dim": 16, "pad_token_id": None, "initializer_range": 0.2,
+}  # fmt: skip
+
 #: name → (family as transformers calls it, settings)
 STATE_SPACES: dict[str, tuple[str, dict[str, Any]]] = {
     "mamba2": (
@@ -94,6 +99,52 @@ STATE_SPACES: dict[str, tuple[str, dict[str, Any]]] = {
             "n_routed_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24,
             "moe_shared_expert_intermediate_size": 32, "routed_scaling_factor": 2.5, "n_group": 2, "topk_group": 1,
             "use_conv_bias": False, "tie_word_embeddings": True,
+        },
+    ),
+    "qwen3-next": (
+        "Qwen3Next",
+        DELTA
+        | {
+            "num_hidden_layers": 4, "num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 24,
+            "shared_expert_intermediate_size": 32,
+        },
+    ),
+    "qwen3-next-biased": (
+        "Qwen3Next",
+        DELTA
+        | {
+            "layer_types": ["full_attention", "linear_attention", "linear_attention"], "linear_num_value_heads": 3,
+            "linear_num_key_heads": 3, "linear_conv_kernel_dim": 2, "attention_bias": True, "num_experts": 4,
+            "num_experts_per_tok": 3, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 24,
+            "norm_topk_prob": False, "mlp_only_layers": [1], "tie_word_embeddings": True,
+        },
+    ),
+    "qwen3.5": ("Qwen3_5", DELTA | {"num_hidden_layers": 4}),
+    "qwen3.5-biased": (
+        "Qwen3_5",
+        DELTA
+        | {
+            "layer_types": ["linear_attention", "full_attention", "linear_attention"], "linear_num_key_heads": 1,
+            "linear_key_head_dim": 7, "attention_bias": True, "tie_word_embeddings": True,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 700.0, "partial_rotary_factor": 0.5},
+        },
+    ),
+    "qwen3.5-moe": (
+        "Qwen3_5Moe",
+        DELTA
+        | {
+            "layer_types": ["linear_attention", "full_attention", "linear_attention"], "num_experts": 6,
+            "num_experts_per_tok": 2, "moe_intermediate_size": 24, "shared_expert_intermediate_size": 40,
+            "initializer_range": 0.18,
+        },
+    ),
+    "qwen3.5-moe-tied": (
+        "Qwen3_5Moe",
+        DELTA
+        | {
+            "num_hidden_layers": 4, "linear_num_value_heads": 6, "num_experts": 4, "num_experts_per_tok": 4,
+            "moe_intermediate_size": 16, "shared_expert_intermediate_size": 24, "tie_word_embeddings": True,
+            "initializer_range": 0.1,
         },
     ),
 }  # fmt: skip

@@ -27,7 +27,7 @@ PACKAGE = Path(transformers.__file__).parent
 
 # ---- Every key is looked at ----
 
-_SENSES = re.compile("Gemma4(Vision|Audio|Clippable|Model$|ForConditionalGeneration)")
+_SENSES = re.compile("(Gemma4|Qwen3_5(Moe)?)(Vision|Audio|Clippable|Model$|ForConditionalGeneration)")
 """Classes of models for images and sounds, beside their language model."""
 
 

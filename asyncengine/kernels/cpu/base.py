@@ -28,7 +28,7 @@ from asyncengine.kernels.ops import (
     RoutingRule,
     split_heads,
 )
-from asyncengine.kernels.states import Mamba2, ShortConv
+from asyncengine.kernels.states import DeltaNet, Mamba2, ShortConv
 from asyncengine.kernels.weight import PackedWeight
 
 PrefillAttention = Literal["native", "sdpa"]
@@ -212,6 +212,9 @@ class BaseOps(Ops[StepBatch, Residual, HandleT]):
 
     def mamba2(self, x: Tensor, mixer: Mamba2, cache: LayerStates, batch: StepBatch) -> Tensor:
         return recurrent.mamba2(x, mixer, cache, batch)
+
+    def delta_net(self, x: Tensor, mixer: DeltaNet, cache: LayerStates, batch: StepBatch) -> Tensor:
+        return recurrent.delta_net(x, mixer, cache, batch)
 
     def store_heads(self, call: AttentionCall[StepBatch]) -> None:
         """Everything of ``attention`` that precedes it: queries and keys are normed and rotated in place."""

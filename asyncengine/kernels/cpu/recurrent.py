@@ -15,7 +15,7 @@ from torch import Tensor
 from asyncengine._core import StepBatch
 from asyncengine.kernels.cpu.sdpa import count_decodes
 from asyncengine.kernels.ops import LayerStates
-from asyncengine.kernels.states import Mamba2, ShortConv
+from asyncengine.kernels.states import DeltaNet, Mamba2, ShortConv, state_floats
 
 
 def rows_of(batch: StepBatch) -> Iterator[tuple[Tensor, slice, int]]:
@@ -53,21 +53,21 @@ def mamba2(x: Tensor, mixer: Mamba2, cache: LayerStates, batch: StepBatch) -> Te
     """``Ops.mamba2``."""
     heads, dim, size, inner = len(mixer.decay), mixer.head_dim, mixer.state_size, mixer.inner
     gate, mixed, steps = torch.split(x.float(), [inner, mixer.width - inner - heads, heads], -1)
-    channels, first = mixed.shape[1], ShortConv.state_bytes(len(mixer.conv.weight), mixed.shape[1]) // 4
-    of_groups = (channels - inner) // 2
+    first, of_groups = ShortConv.state_bytes(*mixer.conv.weight.shape), mixer.groups * size
     values, b, c = torch.split(short_conv(mixed, mixer.conv, cache, batch), [inner, of_groups, of_groups], -1)
     values = values.view(-1, heads, dim)
     b, c = (y.view(-1, mixer.groups, size).repeat_interleave(heads // mixer.groups, 1) for y in (b, c))
     steps = F.softplus(steps + mixer.dt_bias).clamp(*mixer.dt_range)
     keeps, added = torch.exp(steps * mixer.decay), steps[..., None] * values
-    states = cache.states.view(torch.float32)[:, first : first + inner * size]
+    states = state_floats(cache.states, first, inner * size, mixer.state_dtype)
     out = torch.empty_like(values)
     for slots, tokens, length in rows_of(batch):
         state = states[slots].view(-1, heads, size, dim)
         for t in range(length):
             now = slice(tokens.start + t, tokens.stop, length)
-            state = keeps[now, :, None, None] * state + b[now, :, :, None] * added[now, :, None]
-            out[now] = (c[now, :, :, None] * state).sum(2)
+            new = keeps[now, :, None, None] * state.float() + b[now, :, :, None] * added[now, :, None]
+            out[now] = (c[now, :, :, None] * new).sum(2)
+            state = new.to(mixer.state_dtype)
         states[slots] = state.flatten(1)
     out = (out + mixer.skip[:, None] * values).view(-1, inner)
     return _gated(out, gate, mixer).to(x.dtype)
@@ -83,3 +83,33 @@ def _gated(y: Tensor, gate: Tensor, mixer: Mamba2) -> Tensor:
     y = F.rms_norm(y.view(len(y), mixer.groups, -1), (y.shape[1] // mixer.groups,), eps=mixer.eps)
     y = y.flatten(1) * mixer.norm
     return y * gate if mixer.norm_before_gate else y
+
+
+def delta_net(x: Tensor, mixer: DeltaNet, cache: LayerStates, batch: StepBatch) -> Tensor:
+    """``Ops.delta_net``."""
+    heads, dim, size, inner = len(mixer.decay), mixer.value_dim, mixer.key_dim, mixer.inner
+    of_keys, first = mixer.key_heads * size, ShortConv.state_bytes(*mixer.conv.weight.shape)
+    mixed, gate, rates, steps = torch.split(x.float(), [2 * of_keys + inner, inner, heads, heads], -1)
+    q, k, v = torch.split(short_conv(mixed, mixer.conv, cache, batch), [of_keys, of_keys, inner], -1)
+    q, k = (_unit(y.view(-1, mixer.key_heads, size)) for y in (q, k))
+    q, k = ((y * f).repeat_interleave(heads // mixer.key_heads, 1) for y, f in ((q, size**-0.5), (k, 1.0)))
+    v, rates = v.view(-1, heads, dim), rates.sigmoid()[..., None]
+    keeps = torch.exp(mixer.decay * F.softplus(steps + mixer.dt_bias))[..., None, None]
+    states = state_floats(cache.states, first, inner * size, mixer.state_dtype)
+    out = torch.empty_like(v)
+    for slots, tokens, length in rows_of(batch):
+        state = states[slots].view(-1, heads, size, dim)
+        for t in range(length):
+            now = slice(tokens.start + t, tokens.stop, length)
+            kept, key = keeps[now] * state.float(), k[now, :, :, None]
+            new = kept + key * (rates[now] * (v[now] - (key * kept).sum(2)))[:, :, None]
+            out[now] = (q[now, :, :, None] * new).sum(2)
+            state = new.to(mixer.state_dtype)
+        states[slots] = state.flatten(1)
+    out = F.rms_norm(out, (dim,), eps=mixer.eps) * mixer.norm
+    return (out.flatten(1) * F.silu(gate)).to(x.dtype)
+
+
+def _unit(x: Tensor) -> Tensor:
+    """x with a norm of 1 over its last axis."""
+    return x * torch.rsqrt((x * x).sum(-1, keepdim=True) + 1e-6)

@@ -45,7 +45,7 @@ from asyncengine.kernels.ops import (
     Routing,
     RoutingRule,
 )
-from asyncengine.kernels.states import Mamba2, ShortConv
+from asyncengine.kernels.states import DeltaNet, Mamba2, ShortConv
 from asyncengine.kernels.weight import DENSE, PackedWeight, tensors_of
 
 
@@ -229,6 +229,10 @@ class CudaOps:
     def mamba2(self, x: Tensor, mixer: Mamba2, cache: LayerStates, batch: CudaBatch) -> Tensor:
         """Raises UnsupportedModelError, as ``short_conv``."""
         raise UnsupportedModelError("Mamba-2 runs with device=cpu alone yet")
+
+    def delta_net(self, x: Tensor, mixer: DeltaNet, cache: LayerStates, batch: CudaBatch) -> Tensor:
+        """Raises UnsupportedModelError, as ``short_conv``."""
+        raise UnsupportedModelError("gated DeltaNet runs with device=cpu alone yet")
 
     def exchange(
         self, heads: Tensor, x: Tensor, residual: Residual, layer: AttentionLayer, cache: LayerKVCache, batch: CudaBatch

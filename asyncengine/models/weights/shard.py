@@ -31,7 +31,9 @@ class Part(NamedTuple):
     """First row of a projection and the row behind its last, in a tensor that holds several one below another. The part
     is taken of this projection alone."""
     order: Tensor | None = None
-    """int64 [D], the order that rows take within each head of D rows; None: they stay as they are."""
+    """int64 [D], the rows of each head that are taken, in their order; None: all rows stay as they are."""
+    head_rows: int = 0
+    """Rows of a head; 0: D."""
 
     def of(self, tensor: Tensor) -> Tensor:
         """The part of a tensor that is there as a whole: a view, or a copy where there are several blocks or an order.
@@ -43,7 +45,7 @@ class Part(NamedTuple):
         if self.ranks > 1:
             tensor = self._cut(tensor)
         if self.order is not None:
-            heads = torch.arange(0, len(tensor), len(self.order), device=tensor.device)
+            heads = torch.arange(0, len(tensor), self.head_rows or len(self.order), device=tensor.device)
             tensor = tensor[(heads[:, None] + self.order.to(tensor.device)).flatten()]
         return tensor
 

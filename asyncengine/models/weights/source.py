@@ -60,15 +60,18 @@ class WeightSource:
         blocks: int = 1,
         rows: tuple[int, int] | None = None,
         order: Tensor | None = None,
+        head_rows: int = 0,
         transposed: bool = False,
     ) -> PackedWeight:
         """The weight of a projection.
 
         ``blocks`` matrices of one size may lie one below another, of which a rank takes rows by themselves. With
-        ``rows`` it is a part of the module's weight, and with an ``order`` of rows another: see ``Part``.
+        ``rows`` it is a part of the module's weight, and with an ``order`` of rows in heads of ``head_rows`` another:
+        see ``Part``.
         ``transposed``: a dense checkpoint holds it as [in_features, out_features].
         """
-        part, shape = self._shard.part(cut, blocks)._replace(rows=rows, order=order), (out_features, in_features)
+        part = self._shard.part(cut, blocks)._replace(rows=rows, order=order, head_rows=head_rows)
+        shape = (out_features, in_features)
         made = self._format.weight(self._tensors, module, shape, part, transposed=transposed)
         group = group_size(made) if made.format in GROUPED else 0
         self._kinds[made.format, group] += made.out_features * made.in_features
@@ -95,12 +98,14 @@ class WeightSource:
         blocks: int = 1,
         rows: tuple[int, int] | None = None,
         order: Tensor | None = None,
+        head_rows: int = 0,
     ) -> Tensor:
         """The bias of a projection whose weight is cut in this way.
 
         Products of columns are added up over the ranks: the first rank has the bias, the others have zeros.
         """
-        part = self._shard.part("whole" if cut == "columns" else cut, blocks)._replace(rows=rows, order=order)
+        part = self._shard.part("whole" if cut == "columns" else cut, blocks)
+        part = part._replace(rows=rows, order=order, head_rows=head_rows)
         bias = self._tensors.get(f"{module}.bias", out_features, part=part)
         return torch.zeros_like(bias) if cut == "columns" and self._shard.rank else bias
 

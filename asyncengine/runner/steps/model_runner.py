@@ -26,6 +26,7 @@ from asyncengine.models.config import ModelConfig, RawConfig
 from asyncengine.models.files import read_optional_json
 from asyncengine.models.gguf.paths import is_gguf
 from asyncengine.models.registry import CausalLM, Family, choose_family, settle_head, settle_rotation
+from asyncengine.models.state_space import with_half_states
 from asyncengine.models.weights.checkpoint import Checkpoint, choose_dtype
 from asyncengine.models.weights.dummy import DummyWeights
 from asyncengine.models.weights.formats.at_load import GroupedAtLoad
@@ -123,7 +124,13 @@ class LoadedModel:
 def read_model_config(config: EngineConfig) -> ModelConfig:
     """Read the model's configuration, without the weights. Raises ModelError or a subclass."""
     raw = RawConfig.load(resolve_model(config.model, revision=config.revision, weights=False))
-    return family_of(config, raw)[1].read_config(raw)
+    return shape_of(config, family_of(config, raw)[1], raw)
+
+
+def shape_of(config: EngineConfig, family: Family, raw: RawConfig) -> ModelConfig:
+    """The model's configuration, with states in ``config.state_dtype``."""
+    model = family.read_config(raw)
+    return with_half_states(model) if config.state_dtype == "bfloat16" else model
 
 
 def family_of(config: EngineConfig, raw: RawConfig) -> tuple[str, Family]:
@@ -143,7 +150,7 @@ def load_model(config: EngineConfig, ops: Ops[Any, Any, Any], *, progress: bool 
     path = resolve_model(config.model, revision=config.revision, weights=not dummy)
     raw = RawConfig.load(path)
     architecture, family = family_of(config, raw)
-    model_config = family.read_config(raw)
+    model_config = shape_of(config, family, raw)
     eos_token_ids = read_eos_token_ids(path, raw, model_config.vocab_size)
     check_layers(config, architecture, model_config, ops.device.type)
     max_model_len = choose_max_model_len(config, model_config)
@@ -214,6 +221,10 @@ def dtype_of(
 
 def check_layers(config: EngineConfig, architecture: str, model: ModelConfig, device_type: str) -> None:
     """Raises ConfigError for settings that do not go with what the layers keep. ``device_type`` is as torch has it."""
+    if config.state_dtype != "float32" and model.state_space is None and model.delta is None:
+        raise ConfigError(
+            f"state_dtype={config.state_dtype} needs layers with a recurrence, and {architecture} has none"
+        )
     if kv_cache.state_bytes(model):
         if device_type == "cuda":
             raise ConfigError(f"some layers of {architecture} keep a state: it runs with device=cpu alone yet")
