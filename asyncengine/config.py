@@ -21,6 +21,7 @@ _HIGHEST = {
     "seed": 2**64 - 1,
     **dict.fromkeys(("cpu_threads", "hybrid_workers"), 4096),
     "data_parallel_size": 64,
+    "tensor_parallel_size": 64,
 }
 """Highest values of integer fields: the core's and torch's integers end there, and no machine has more cores than the
 limit of threads."""
@@ -97,6 +98,10 @@ class EngineConfig:
     """Engines in this process, each with the whole model on a device of its own. GPUs are taken from the one that
     ``device`` names upwards; on the CPU the engines share the cores. Sizes are those of each engine; limits
     of the queue are those of all engines together."""
+    tensor_parallel_size: int = 1
+    """Devices that hold the model together: each has a part of its heads, of its feed-forward blocks and of the KV
+    cache. GPUs are taken from the one that ``device`` names upwards, and must reach each other's memory; on the CPU the
+    ranks share the cores. Sizes in bytes are those of all together."""
     seed: int = 0
     """Seed of dummy weights and of the seeds drawn for requests that bring none."""
 
@@ -215,7 +220,7 @@ class EngineConfig:
         check_types(self)
         if not _DEVICE.fullmatch(self.device):
             raise ConfigError(f"device must be auto, cpu, cuda or cuda:NUMBER, got {self.device!r}")
-        for field in ("max_num_seqs", "max_num_batched_tokens", "data_parallel_size", *_QUEUED):
+        for field in ("max_num_seqs", "max_num_batched_tokens", "data_parallel_size", "tensor_parallel_size", *_QUEUED):
             self._at_least(field, 1)
         for field in (
             "max_model_len",
@@ -259,6 +264,8 @@ class EngineConfig:
                 f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least max_num_seqs "
                 f"({self.max_num_seqs}) and hybrid_lanes ({most_lanes}) together"
             )
+        if self.tensor_parallel_size > 1 and self.hybrid_attention != "off":
+            raise ConfigError("hybrid_attention needs tensor_parallel_size=1: sequences decode on the host whole")
         if self.hybrid_form in ("link", "both") and self.device == "cpu":
             raise ConfigError(f"hybrid_form={self.hybrid_form} needs a GPU, got device=cpu")
         if not 1 <= most_lanes <= 64:

@@ -21,6 +21,7 @@ class EngineOptions(TypedDict, total=False):
     quantization: Literal["none", "fp8", "int8", "int4"]
     device: str
     data_parallel_size: int
+    tensor_parallel_size: int
     seed: int
     max_model_len: int | None
     max_num_seqs: int

@@ -287,9 +287,9 @@ def _config_of(config: EngineConfig, rank: int) -> EngineConfig:
 
 
 def _load_on_device(load: Callable[[EngineConfig], Backend], rank: int, config: EngineConfig) -> Backend:
-    """Load on the GPU that is ``rank`` behind the configured one, or on the CPU."""
+    """Load on the GPUs of engine ``rank``, counted from the configured one, or on the CPU."""
     if choose_device(config) == "cuda":
-        config = replace(config, device=f"cuda:{config.device_index + rank}")
+        config = replace(config, device=f"cuda:{config.device_index + rank * config.tensor_parallel_size}")
     if config.disk_kv_path is not None:
         os.makedirs(config.disk_kv_path, mode=0o700, exist_ok=True)
     return load(config)

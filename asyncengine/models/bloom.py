@@ -54,13 +54,14 @@ def _layer(modules: FusedModules, index: int) -> DecoderLayer:
     config, ops = modules.config, modules.ops
     prefix, hidden = f"transformer.h.{index}", config.hidden_size
     dim, scale = config.head_dim - PLACES, config.layer_scales[index]
-    places = query_places(bloom_slopes(config.num_heads), scale, modules.weights.dtype).to(ops.device)
+    count = modules.weights.own(config.num_heads)
+    places = query_places(bloom_slopes(config.num_heads), scale, modules.weights.dtype)
     attention = FusedAttentionBlock(
         norm=modules.norm(f"{prefix}.input_layernorm"),
         qkv=modules.linear(f"{prefix}.self_attention.query_key_value", 3 * hidden, hidden, "rows"),
-        layer=AttentionLayer(config.num_heads, None, None, scale, 0),
+        layer=AttentionLayer(count, None, None, scale, 0),
         output=modules.linear(f"{prefix}.self_attention.dense", hidden, hidden, "columns"),
-        heads=FusedHeads(config.num_heads, config.num_heads, dim, by_group=True, places=places),
+        heads=FusedHeads(count, count, dim, by_group=True, places=modules.weights.own_heads(places).to(ops.device)),
     )
     norm = modules.norm(f"{prefix}.post_attention_layernorm")
     return DecoderLayer(attention, modules.mlp(norm, f"{prefix}.mlp.dense_h_to_4h", f"{prefix}.mlp.dense_4h_to_h"))

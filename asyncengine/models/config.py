@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -358,6 +358,35 @@ class ModelConfig:
         Layers that norm queries and keys have a table in any case: kernels do both in one pass.
         """
         return {rope for rope in self.layer_ropes if rope is not None or self.qk_norm}
+
+    def rank_obstacle(self, ranks: int) -> str:
+        """Return why the model cannot be held by so many ranks together; empty if it can.
+
+        Ranks share heads, and the inner sizes of feed-forward blocks; a norm over all heads would need those of others.
+        """
+        if ranks == 1:
+            return ""
+        if self.foreign:
+            return "runs modules of transformers"
+        if not all(isinstance(spec, KVSpec) for spec in self.layer_caches) or self.norms_values:
+            return "has layers other than attention with keys and values of their own, or norms of values"
+        if self.qk_norm_over_all:
+            return "norms queries and keys over all heads together"
+        if self.attention_sinks:
+            return "has sinks in its attention"
+        counts = {self.num_heads, *(spec.num_heads for spec in self.layer_caches if isinstance(spec, KVSpec))}
+        if uneven := sorted(count for count in counts if count % ranks):
+            return f"has {uneven[0]} heads of queries or keys, which {ranks} does not divide"
+        return ""
+
+    def of_rank(self, ranks: int) -> ModelConfig:
+        """The configuration with the heads of one of the ranks that hold the model together, and what they keep."""
+        caches = (
+            spec._replace(num_heads=spec.num_heads // ranks) if isinstance(spec, KVSpec) else spec
+            for spec in self.layer_caches
+        )
+        heads, kv_heads = self.num_heads // ranks, self.num_kv_heads // ranks
+        return replace(self, num_heads=heads, num_kv_heads=kv_heads, layer_caches=tuple(caches)) if ranks > 1 else self
 
     def kv_spec(self, index: int) -> KVSpec | None:
         """The keys and values that a layer reads, its own or those that it shares; None if it reads none."""

@@ -90,15 +90,15 @@ def _norm_names(parallel: bool, two: bool) -> LayerNorms:
 def _layer(modules: FusedModules, index: int, cos_sin: Tensor | None, places: Tensor | None) -> Layer:
     config, names = modules.config, modules.config.layer_norms
     prefix, hidden, kv_heads = f"transformer.h.{index}", config.hidden_size, config.num_kv_heads
-    dim = hidden // config.num_heads
+    dim, own = hidden // config.num_heads, modules.weights.own
     norm = modules.norm(f"{prefix}.{names.before_attention}")
     qkv_size = hidden + 2 * kv_heads * dim
     attention = FusedAttentionBlock(
         norm=norm,
         qkv=modules.linear(f"{prefix}.self_attention.query_key_value", qkv_size, hidden, "rows"),
-        layer=AttentionLayer(config.num_heads, None, cos_sin, config.layer_scales[index], 0),
+        layer=AttentionLayer(own(config.num_heads), None, cos_sin, config.layer_scales[index], 0),
         output=modules.linear(f"{prefix}.self_attention.dense", hidden, hidden, "columns"),
-        heads=FusedHeads(config.num_heads, kv_heads, dim, by_group=True, places=places),
+        heads=FusedHeads(own(config.num_heads), own(kv_heads), dim, by_group=True, places=places),
     )
     if names.before_mlp is not None:
         norm = modules.norm(f"{prefix}.{names.before_mlp}")
@@ -114,6 +114,7 @@ class FalconForCausalLM(Decoder):
         cos_sin = None if rope is None else rotary_table(rope, config.head_dim, max_positions).to(ops.device)
         places = None
         if config.positions_in_keys:  # scores are scaled with their biases
-            places = query_places(bloom_slopes(config.num_heads), 1.0, weights.dtype).to(ops.device)
+            places = query_places(bloom_slopes(config.num_heads), 1.0, weights.dtype)
+            places = weights.own_heads(places).to(ops.device)
         layers = [_layer(modules, i, cos_sin, places) for i in range(config.num_layers)]
         super().__init__(ops, layers, **modules.ends("transformer.ln_f"))

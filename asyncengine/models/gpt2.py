@@ -67,7 +67,7 @@ def _layer(modules: FusedModules, index: int) -> DecoderLayer:
     attention = AttentionBlock(
         norm=modules.norm(f"{prefix}.ln_1"),
         qkv=modules.linear(f"{prefix}.attn.c_attn", 3 * hidden, hidden, "rows", blocks=3),
-        layer=AttentionLayer(config.num_heads, None, None, config.layer_scales[index], 0),
+        layer=AttentionLayer(modules.weights.own(config.num_heads), None, None, config.layer_scales[index], 0),
         output=modules.linear(f"{prefix}.attn.c_proj", hidden, hidden, "columns"),
     )
     norm = modules.norm(f"{prefix}.ln_2")

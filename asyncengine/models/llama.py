@@ -202,8 +202,8 @@ def attention_block(layer: LayerWeights, cos_sin: Tensor | None, query_scales: T
     if config.attention_sinks:
         sinks = layer.weights.float32(f"{layer.name}.self_attn.sinks", config.num_heads)
     attention = AttentionLayer(
-        config.num_heads, head_norms, cos_sin, config.layer_scales[layer.index], cache.window, config.score_softcap,
-        query_scales, sinks,
+        layer.weights.own(config.num_heads), head_norms, cos_sin, config.layer_scales[layer.index], cache.window,
+        config.score_softcap, query_scales, sinks,
     )  # fmt: skip
     output = layer.linear("self_attn", {"o": hidden}, q_size, "columns", bias=config.output_bias)
     before, behind = map(layer.block_norm, (names.before_attention, names.behind_attention))

@@ -68,8 +68,9 @@ def read_config(raw: RawConfig) -> ModelConfig:
 def _layer(modules: FusedModules, index: int) -> DecoderLayer:
     config, ops = modules.config, modules.ops
     prefix, hidden = f"transformer.blocks.{index}", config.hidden_size
-    dim, scale, count = config.head_dim - PLACES, config.layer_scales[index], config.num_heads
-    places = query_places(power_slopes(count), scale, modules.weights.dtype).to(ops.device)
+    dim, scale, count = config.head_dim - PLACES, config.layer_scales[index], modules.weights.own(config.num_heads)
+    slopes = query_places(power_slopes(config.num_heads), scale, modules.weights.dtype)
+    places = modules.weights.own_heads(slopes).to(ops.device)
     attention = FusedAttentionBlock(
         norm=modules.norm(f"{prefix}.norm_1"),
         qkv=modules.linear(f"{prefix}.attn.Wqkv", 3 * hidden, hidden, "rows", blocks=3),

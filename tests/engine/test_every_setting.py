@@ -433,6 +433,7 @@ CHANGES = {
 }
 UNSEEN = {
     "data_parallel_size": "It makes another engine; tests/engine/test_data_parallel.py looks at several.",
+    "tensor_parallel_size": "Several devices compute the same; tests/engine/test_tensor_parallel.py compares them.",
     "fast_prefill": "It leaves out what nobody sees; tests/models/test_shared_layers.py counts the rows.",
     "staging": "It moves the same bytes to a GPU in another way; tests/runner/test_device_steps.py runs each of them.",
 }

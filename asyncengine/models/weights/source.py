@@ -41,6 +41,14 @@ class WeightSource:
         self._shard = shard or Shard()
         self._kinds: Counter[tuple[str, int]] = Counter()
 
+    def own(self, count: int) -> int:
+        """The count of a rank's heads, of ``count`` in the model."""
+        return count // self._shard.ranks
+
+    def own_heads(self, tensor: Tensor) -> Tensor:
+        """The rows of a tensor [heads, ...] that belong to the rank's heads."""
+        return self._shard.part("rows").of(tensor)
+
     @property
     def dtype(self) -> torch.dtype:
         """The model's dtype."""

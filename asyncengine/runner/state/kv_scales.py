@@ -22,6 +22,7 @@ from asyncengine.kernels.ops import LayerKVCache
 from asyncengine.models.config import ModelConfig
 from asyncengine.models.registry import CausalLM
 from asyncengine.runner.state import memory
+from asyncengine.runner.state.host_ranks import HostRanks
 
 PROMPT_TOKENS = 512
 """Tokens of the fixed prompt, as far as the model's context goes."""
@@ -57,18 +58,29 @@ def fixed_prompt(vocab_size: int, max_model_len: int) -> Tensor:
 
 
 def calibrate_host(
-    model: CausalLM[StepBatch], config: ModelConfig, dtype: torch.dtype, max_model_len: int, ops: BaseOps[Any]
+    model: CausalLM[StepBatch], config: ModelConfig, dtype: torch.dtype, max_model_len: int, *ops: BaseOps[Any]
 ) -> Tensor:
-    """Scales of the fixed prompt, float32 [layers, 2, Hk], by one step over a cache of its own in ``dtype``."""
+    """Scales of the fixed prompt, float32 [layers, 2, Hk], by one step over a cache of its own in ``dtype``.
+
+    With the operations of several ranks the model is a ``HostRanks``, the configuration is that of one, and the
+    scales are those of all, Hk in the order of the ranks.
+    """
     ids = fixed_prompt(config.vocab_size, max_model_len)
     tokens, blocks = len(ids), -(-len(ids) // _BLOCK)
-    cache = memory.allocate(EngineConfig(model="", block_size=_BLOCK), config, blocks, dtype, ops)
-    for group in cache.groups:
+    sizes = EngineConfig(model="", block_size=_BLOCK)
+    caches = [memory.allocate(sizes, config, blocks, dtype, own) for own in ops]
+    for group in (group for cache in caches for group in cache.groups):
         group.zero_()
+    if isinstance(model, HostRanks):
+        model.caches = [cache.layers for cache in caches[1:]]
     places = list(range(tokens))
     batch = StepBatch(ids.tolist(), places, places, [0, tokens], [0], [list(range(blocks))], [tokens - 1])
     with torch.inference_mode():
-        model.run(batch, cache.layers)
-        planes = [(layer.k, layer.v) for layer in cache.layers if isinstance(layer, LayerKVCache)]
-        tops = [torch.stack([plane.abs().amax((0, 2, 3)) for plane in pair]) for pair in planes]
-        return fixed_scales(torch.stack(tops).float())
+        model.run(batch, caches[0].layers)
+        return fixed_scales(torch.cat([_tops(cache) for cache in caches], -1))
+
+
+def _tops(cache: memory.KVCache) -> Tensor:
+    """float32 [layers, 2, Hk]: the largest keys and values of a cache."""
+    planes = [(layer.k, layer.v) for layer in cache.layers if isinstance(layer, LayerKVCache)]
+    return torch.stack([torch.stack([plane.abs().amax((0, 2, 3)) for plane in pair]) for pair in planes]).float()

@@ -33,11 +33,13 @@ from asyncengine.models.weights.formats.at_load import GroupedAtLoad
 from asyncengine.models.weights.formats.choose import METHODS, choose_format, quant_method
 from asyncengine.models.weights.gguf import GgufFormat, GgufTensors
 from asyncengine.models.weights.hub import resolve_model
+from asyncengine.models.weights.shard import Shard
 from asyncengine.models.weights.source import WeightsOfKind, WeightSource
 from asyncengine.runner.loop_config import choose_num_host_blocks, decodes_on_host
 from asyncengine.runner.state import kv_scales
 from asyncengine.runner.state import memory as kv_cache
 from asyncengine.runner.state.fingerprint import program_digest
+from asyncengine.runner.state.host_ranks import HostRanks
 from asyncengine.runner.state.memory import KVCache
 from asyncengine.runner.steps.pooling import Means
 
@@ -69,6 +71,8 @@ class LoadedModel:
     """place in the code of modules at which a step waits for the device; empty: steps can be captured"""
     weight_kinds: tuple[WeightsOfKind, ...] = ()
     """formats of the projections"""
+    ranks: int = 1
+    """Ranks that hold the model together. ``config`` has the heads and caches of one, and bytes are those of one."""
 
     def info(self, config: EngineConfig, num_blocks: int, num_host_blocks: int = 0) -> ModelInfo:
         return ModelInfo(
@@ -82,7 +86,7 @@ class LoadedModel:
             max_model_len=self.max_model_len,
             eos_token_ids=self.eos_token_ids,
             num_parameters=self.num_parameters,
-            weight_bytes=self.mapped_bytes + self.owned_bytes,
+            weight_bytes=self.ranks * (self.mapped_bytes + self.owned_bytes),
             num_kv_blocks=num_blocks,
             num_host_kv_blocks=num_host_blocks,
             num_kv_layers=len(self.config.kv_specs),
@@ -92,7 +96,7 @@ class LoadedModel:
             host_obstacle=self.host_obstacle,
             fingerprint="" if config.disk_kv_path is None else self._fingerprint(config),
             block_size=config.block_size,
-            kv_bytes_per_block=self.kv_bytes_per_block(config),
+            kv_bytes_per_block=self.ranks * self.kv_bytes_per_block(config),
             vector_size=len(self.config.labels) or self.config.hidden_size,
             labels=self.config.labels,
             exclusive_labels=self.config.exclusive_labels,
@@ -113,11 +117,12 @@ class LoadedModel:
         stats = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in files]
         settings = (config.load_format, config.seed, config.quantization, config.block_size, config.prefill_attention)
         scales = () if self.kv_scales is None else self.kv_scales.flatten().tolist()
-        kernels = (self.device, torch.__version__, config.batch_invariant, config.kv_cache_dtype, scales)
+        kernels = (self.device, torch.__version__, config.batch_invariant, config.kv_cache_dtype, scales, self.ranks)
         parts = (str(self.path), self.architecture, str(self.dtype), stats, settings, kernels, program_digest())
         return hashlib.sha256(repr(parts).encode()).hexdigest()
 
     def kv_bytes_per_block(self, config: EngineConfig) -> int:
+        """Bytes of a block in the cache of one rank."""
         return kv_cache.block_bytes(self.config, config.block_size, kv_cache.kv_dtype(config, self.dtype))
 
 
@@ -140,8 +145,8 @@ def family_of(config: EngineConfig, raw: RawConfig) -> tuple[str, Family]:
     )
 
 
-def load_model(config: EngineConfig, ops: Ops[Any, Any, Any], *, progress: bool = False) -> LoadedModel:
-    """Read, check and build the model; blocks for as long as the weights take.
+def load_model(config: EngineConfig, ops: Ops[Any, Any, Any], *, progress: bool = False, rank: int = 0) -> LoadedModel:
+    """Read, check and build the model, or the part of it that a rank has; blocks for as long as the weights take.
 
     Raises ModelError or a subclass if the directory cannot be used, ConfigError if the configuration does not fit the
     model. ``progress`` shows a bar on a terminal.
@@ -153,6 +158,7 @@ def load_model(config: EngineConfig, ops: Ops[Any, Any, Any], *, progress: bool 
     model_config = shape_of(config, family, raw)
     eos_token_ids = read_eos_token_ids(path, raw, model_config.vocab_size)
     check_layers(config, architecture, model_config, ops.device.type)
+    shard = Shard(rank, config.tensor_parallel_size)
     max_model_len = choose_max_model_len(config, model_config)
     _check_memory_beside_cache(config, model_config, max_model_len)
     dtype = dtype_of(config, architecture, family, raw, ops.device)
@@ -167,6 +173,8 @@ def load_model(config: EngineConfig, ops: Ops[Any, Any, Any], *, progress: bool 
     if dummy:
         tensors = DummyWeights(dtype, model_config.initializer_range, config.seed, device=ops.device)
     elif is_gguf(path):
+        if shard.ranks > 1:
+            raise ConfigError(f"tensor_parallel_size={shard.ranks}: GGUF files are read by one rank alone yet")
         tensors = GgufTensors(path, dtype, device=ops.device, progress=progress)
         if tensors.keeps_blocks:
             if config.quantization != "none":
@@ -176,16 +184,19 @@ def load_model(config: EngineConfig, ops: Ops[Any, Any, Any], *, progress: bool 
         tensors = Checkpoint(path, dtype, device=ops.device, progress=progress)
     with contextlib.closing(tensors):
         model_config = settle_rotation(settle_head(model_config, tensors), tensors)
-        weights = WeightSource(tensors, form)
+        weights = WeightSource(tensors, form, shard)
         model = family.build(model_config, weights, ops, max_model_len)
         if isinstance(form, GroupedAtLoad):
             form.log_errors()
         scales = kv_scales.stored(tensors, model_config) if config.float8_cache else None
         tensors.finish()
+    own = model_config.of_rank(shard.ranks)
+    if scales is not None:
+        scales = scales.narrow(2, rank * own.num_kv_heads, own.num_kv_heads)
     return LoadedModel(
         path,
         architecture,
-        model_config,
+        own,
         dtype,
         torch.cuda.get_device_name(ops.device) if ops.device.type == "cuda" else ops.device.type,
         max_model_len,
@@ -198,6 +209,7 @@ def load_model(config: EngineConfig, ops: Ops[Any, Any, Any], *, progress: bool 
         ops.device.index,
         getattr(model, "waits_at", ""),
         weights.kinds(),
+        shard.ranks,
     )
 
 
@@ -225,6 +237,8 @@ def check_layers(config: EngineConfig, architecture: str, model: ModelConfig, de
         raise ConfigError(
             f"state_dtype={config.state_dtype} needs layers with a recurrence, and {architecture} has none"
         )
+    if obstacle := model.rank_obstacle(config.tensor_parallel_size):
+        raise ConfigError(f"tensor_parallel_size={config.tensor_parallel_size}: {architecture} {obstacle}")
     if kv_cache.state_bytes(model):
         if device_type == "cuda":
             raise ConfigError(f"some layers of {architecture} keep a state: it runs with device=cpu alone yet")
@@ -286,26 +300,37 @@ class CpuModelRunner:
         if config.hybrid_form in ("link", "both"):
             raise ConfigError(f"hybrid_form={config.hybrid_form} needs a GPU, and there is none")
         ops = ops or cpu_ops(config)
+        ranks = [ops, *(cpu_ops(config) for _ in range(config.tensor_parallel_size - 1))]
         try:
-            loaded = load_model(config, ops, progress=progress)
+            loads = [load_model(config, own, progress=progress, rank=rank) for rank, own in enumerate(ranks)]
         except RuntimeError as e:
             if "can't allocate memory" not in str(e):  # torch has an error of its own for GPUs alone
                 raise
             raise ConfigError(f"the weights do not fit into memory; bfloat16 takes half of float32 ({e})") from e
+        loaded, count = loads[0], len(loads)
+        model = loaded.model if count == 1 else HostRanks([each.model for each in loads], ranks)
+        all_scales = [each.kv_scales for each in loads]
         if config.float8_cache and loaded.kv_scales is None:
-            scales = kv_scales.calibrate_host(loaded.model, loaded.config, loaded.dtype, loaded.max_model_len, ops)
-            loaded = replace(loaded, kv_scales=with_inverses(scales))
+            made = kv_scales.calibrate_host(model, loaded.config, loaded.dtype, loaded.max_model_len, *ranks)
+            all_scales = [with_inverses(own.contiguous()) for own in made.chunk(count, -1)]
+            loaded = replace(loaded, kv_scales=all_scales[0])
         state_bytes = kv_cache.num_state_slots(config, loaded.config) * kv_cache.state_bytes(loaded.config)
         num_blocks = kv_cache.choose_num_blocks(
             config,
             loaded.max_model_len,
-            loaded.kv_bytes_per_block(config),
-            kv_cache.host_budget(loaded.mapped_bytes + state_bytes),
+            count * loaded.kv_bytes_per_block(config),
+            kv_cache.host_budget(count * loaded.mapped_bytes + state_bytes),
             total_memory() - state_bytes,
         )
-        cache = kv_cache.allocate(config, loaded.config, num_blocks, loaded.dtype, ops, loaded.kv_scales)
-        num_host_blocks = choose_num_host_blocks(config, loaded.kv_bytes_per_block(config), num_blocks)
-        return cls(loaded.info(config, num_blocks, num_host_blocks), loaded.config, loaded.model, cache)
+        cache, *others = [
+            kv_cache.allocate(config, loaded.config, num_blocks, loaded.dtype, own, scales)
+            for own, scales in zip(ranks, all_scales, strict=True)
+        ]
+        if isinstance(model, HostRanks):
+            model.caches = [other.layers for other in others]
+            cache = replace(cache, groups=[group for each in (cache, *others) for group in each.groups])
+        num_host_blocks = choose_num_host_blocks(config, count * loaded.kv_bytes_per_block(config), num_blocks)
+        return cls(loaded.info(config, num_blocks, num_host_blocks), loaded.config, model, cache)
 
     def forward(self, batch: StepBatch) -> Answers:
         """Run one step. The result stays alive until the next call: native code may read it by its address."""
@@ -355,8 +380,9 @@ class CpuModelRunner:
 
 
 def cpu_ops(config: EngineConfig) -> CpuOps:
-    """The native kernels with the threads and the attention of prompts that the configuration names."""
-    return CpuOps(config.num_threads, prefill_attention=config.prefill_attention, fast_prefill=config.fast_prefill)
+    """The native kernels with a rank's share of threads, and the attention of prompts that the configuration names."""
+    threads = max(1, config.num_threads // config.tensor_parallel_size)
+    return CpuOps(threads, prefill_attention=config.prefill_attention, fast_prefill=config.fast_prefill)
 
 
 def choose_max_model_len(config: EngineConfig, model: ModelConfig) -> int:
