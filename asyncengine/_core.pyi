@@ -469,6 +469,9 @@ class Staging:
 
     def __init__(self, device: CudaDevice, config: StepLoopConfig, mode: str) -> None:
         """mode: that of EngineConfig.staging. Raises RuntimeError for a CUDA error, ValueError for another mode."""
+    @staticmethod
+    def following(first: Staging) -> Staging:
+        """For another device that runs the same steps: the same memory of the host, and device buffers of its own."""
     mode: Final[str]  # pageable where memory could not be pinned
     num_steps: Final[int]
     input_stride: Final[int]  # bytes of a StepInput's buffer
@@ -480,6 +483,8 @@ class Staging:
     """Host address of the first input buffer; the others follow."""
     output: Final[int]
     """Host address of the first output buffer; the others follow."""
+    released: Final[int]
+    """Host address of an int32, which is not 0 once devices that wait for each other are to wait no more."""
     masks: Final[int]
     """Host address of the masks, a row per slot: mask_head_words, then a bit per token."""
     mask_stride: Final[int]  # words from one row to the next; 0: there are none
@@ -703,8 +708,12 @@ class StepLoop:
         config: StepLoopConfig, device: CudaDevice, staging: Staging, graphs: CudaGraphs,
         eager: Callable[[int, int, int], None] | None, cuda_stream: int, poll_interval_us: float,
         host_workers: HostWorkers | None = None,
+        others: Sequence[tuple[CudaDevice, Staging, CudaGraphs, int]] = (),
     ) -> StepLoop:  # fmt: skip
         """Steps run on ``cuda_stream``, or with 0 on one of their own. With lanes for host rows it needs their workers.
+
+        ``others`` are devices that run the same steps, each with staging that follows the first one's, with its graphs
+        and its CUDA stream.
 
         eager(bucket or -1 for block copies, Need bits of the variant, cuda_stream) enqueues a step's kernels, no graph.
         """

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, Literal, NamedTuple, Protocol, TypeAlias, TypeVar
 
@@ -241,8 +241,12 @@ BatchT = TypeVar("BatchT", contravariant=True)
 ResidualT = TypeVar("ResidualT")
 HandleT = TypeVar("HandleT")
 
-Reduction: TypeAlias = Callable[[Tensor, Any], None]
-"""Adds up a product [T, N] of a step over the ranks that hold a model together, in place. It is handed the batch."""
+
+class Reduction(Protocol):
+    """Adds up products of a step over the ranks that hold a model together."""
+
+    def __call__(self, product: Tensor, batch: Any, onto: Tensor | None = None) -> None:
+        """Replace a product [T, N] by the sum over all ranks; with ``onto`` [T, N] add the sum to that."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -187,8 +187,6 @@ def _load_on_cpu(config: EngineConfig, *, progress: bool, measure: bool) -> Back
 
 
 def _load_on_cuda(config: EngineConfig, *, progress: bool, measure: bool) -> Backend:
-    if config.tensor_parallel_size > 1:
-        raise ConfigError(f"tensor_parallel_size={config.tensor_parallel_size} runs with device=cpu alone yet")
     count = config.num_threads if config.compile_processes else 0
     with compile_processes(count, kernels="asyncengine.runner.steps.device_steps"):
         from asyncengine.runner.cuda_runner import CudaRunner

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Self
 
 import torch
 
-from asyncengine._core import CudaDevice, StepLoop
+from asyncengine._core import CudaDevice, Staging, StepLoop
 from asyncengine.api.model_info import ModelInfo
 from asyncengine.config import EngineConfig
 from asyncengine.errors import ConfigError
@@ -27,13 +27,13 @@ from asyncengine.runner.costs.table import KnownCosts
 from asyncengine.runner.host.rows import HostRows
 from asyncengine.runner.host.tier import HostTier, gathered_bytes
 from asyncengine.runner.loop_config import step_loop_config
-from asyncengine.runner.start.calibration import with_kv_scales
 from asyncengine.runner.start.graphs import CapturedSteps, loaded_libcudart
 from asyncengine.runner.start.prepare import make_steps, prepare
+from asyncengine.runner.start.ranks import GpuRank, OtherRank, calibrate, check_ranks, connect_ranks, reach_peers
 from asyncengine.runner.state import memory
 from asyncengine.runner.steps.buckets import Bucket, token_buckets
 from asyncengine.runner.steps.device_steps import ARGMAX, VARIANTS, DeviceSteps, StepBuffers, step_buckets
-from asyncengine.runner.steps.model_runner import LoadedModel, load_model
+from asyncengine.runner.steps.model_runner import LoadedModel
 
 logger = logging.getLogger(__name__)
 
@@ -56,9 +56,14 @@ class CudaRunner:
         host_rows: HostRows | None = None,
         *,
         eager: bool = False,
+        first: GpuRank | None = None,
+        others: Sequence[OtherRank] = (),
     ) -> None:
-        """``eager``: steps are not captured, whatever the configuration of the step loop says."""
+        """``eager``: steps are not captured, whatever the configuration of the step loop says. ``others`` are the GPUs
+        that hold the model together with this one, which is the ``first``."""
         self._eager = eager
+        self._first = first
+        self.others = list(others)
         self.info = info
         self.model_config = model_config
         self.costs: KnownCosts | None = None
@@ -77,33 +82,30 @@ class CudaRunner:
 
         Raises ModelError, and ConfigError if there is no such GPU or its memory does not do.
         """
+        check_ranks(config)
         device = find_gpu(config)
         with torch.cuda.device(device):  # kernels are launched on the current one
             return cls._load(config, device, progress=progress)
 
     @classmethod
     def _load(cls, config: EngineConfig, device: torch.device, *, progress: bool) -> Self:
-        torch.empty(1, device=device)  # torch loads the CUDA runtime when it first needs it
-        native = CudaDevice(loaded_libcudart(), device.index)
-        ops = CudaOps(device, cuda_options(config, examine(device)))
         try:
-            loaded = load_model(config, ops, progress=progress)
-            config = without_graphs(config, loaded)
-            loaded = with_kv_scales(config, loaded, ops)
+            ranks = _load_ranks(config, device, progress=progress)
+            config = without_graphs(config, ranks[0].loaded)
+            calibrate(config, ranks)
+            native, ops, loaded, count = ranks[0].native, ranks[0].ops, ranks[0].loaded, len(ranks)
             host_rows = HostRows.make(config, native, loaded)
             lanes = 0 if host_rows is None else host_rows.num_lanes
             buckets = step_buckets(config, loaded, ops, lanes)
-            state_bytes, step_bytes = prepare(config, loaded, ops, native, buckets, host_rows)
-            state_bytes += gathered_bytes(config, loaded.kv_bytes_per_block(config))
-            budget = memory.device_budget(config, device, state_bytes, step_bytes, len(VARIANTS) * len(buckets))
             num_blocks = memory.choose_num_blocks(
                 config,
                 loaded.max_model_len,
-                loaded.kv_bytes_per_block(config),
-                budget,
-                torch.cuda.mem_get_info(device)[1],
+                count * loaded.kv_bytes_per_block(config),
+                count * min(_prepare(config, rank, buckets, host_rows) for rank in ranks),
+                count * torch.cuda.mem_get_info(device)[1],
             )
-            steps, buffers = make_steps(config, loaded, ops, native, num_blocks, host_rows)
+            steps, buffers = make_steps(config, loaded, ops, native, num_blocks, host_rows, ranks[0].exchange)
+            others = [_other_rank(config, rank, num_blocks, buffers.staging) for rank in ranks[1:]]
             tier = HostTier.make(config, native, steps.cache.groups)
         except torch.OutOfMemoryError as e:
             raise ConfigError(f"{_too_little_memory(device)} ({e})") from e
@@ -111,7 +113,12 @@ class CudaRunner:
         if host_rows is not None and (tier is None or buffers.staging.mode == "pageable"):
             logger.warning("hybrid_attention is off: host memory cannot be pinned")
             host_rows, buckets = None, [bucket for bucket in buckets if not bucket.lanes]
-        return cls(info, loaded.config, steps, native, buffers, buckets, tier, host_rows, eager=config.enforce_eager)
+        if others and buffers.staging.mode == "pageable":
+            raise ConfigError("tensor_parallel_size: host memory cannot be pinned, which GPUs together need")
+        eager, model = config.enforce_eager, loaded.config
+        return cls(
+            info, model, steps, native, buffers, buckets, tier, host_rows, eager=eager, first=ranks[0], others=others
+        )
 
     def on_device(self) -> torch.cuda.device:
         """A context in which the model's GPU is the current one of the thread."""
@@ -146,6 +153,10 @@ class CudaRunner:
             self.costs = cuda_costs(config, self.info, self.model_config, machine, anew=measure)
         self.steps.restart()
         torch.cuda.synchronize(self.cuda_stream.device)
+        for other in self.others:
+            other.restart()
+        if self._first is not None and self.others:
+            connect_ranks(self._first, self.steps, self._buffers.staging, self.others)
         workers = None
         if self._host_rows is not None and self._host_tier is not None:
             capture = partial(self.graphs.capture_one, cuda_stream=self.cuda_stream)
@@ -161,6 +172,7 @@ class CudaRunner:
             self.cuda_stream.cuda_stream,
             POLL_INTERVAL_US,
             workers,
+            [other.for_loop() for other in self.others],
         )
 
     def _capture(self, *, progress: bool) -> bool:
@@ -168,6 +180,8 @@ class CudaRunner:
         warning."""
         try:
             self.graphs.capture(self.steps, self.buckets, self.cuda_stream, progress=progress)
+            for other in self.others:
+                other.capture(self.buckets)
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as e:
@@ -197,6 +211,40 @@ class CudaRunner:
                 self.steps.copy_blocks()
             else:
                 self.steps.run(self.buckets[bucket], needs)
+
+
+def _load_ranks(config: EngineConfig, first: torch.device, *, progress: bool) -> list[GpuRank]:
+    """Load each GPU's part of the model, from the first one on. All choose the plans of the first."""
+    ranks: list[GpuRank] = []
+    for rank in range(config.tensor_parallel_size):
+        device = torch.device("cuda", first.index + rank)
+        with torch.cuda.device(device):
+            torch.empty(1, device=device)  # torch loads the CUDA runtime when it first needs it
+            native = CudaDevice(loaded_libcudart(), device.index)
+            ops = CudaOps(device, cuda_options(config, examine(device)))
+            if ranks:
+                ops.choices = ranks[0].ops.choices
+            ranks.append(GpuRank.load(config, native, ops, rank, progress=progress))
+    reach_peers(ranks)
+    return ranks
+
+
+def _prepare(config: EngineConfig, rank: GpuRank, buckets: list[Bucket], host_rows: HostRows | None) -> int:
+    """Compile the kernels of a GPU; its bytes for keys and values."""
+    loaded, device = rank.loaded, rank.device
+    with torch.cuda.device(device):
+        state_bytes, step_bytes = prepare(config, loaded, rank.ops, rank.native, buckets, host_rows, rank.exchange)
+        state_bytes += gathered_bytes(config, loaded.kv_bytes_per_block(config))
+        return memory.device_budget(config, device, state_bytes, step_bytes, len(VARIANTS) * len(buckets))
+
+
+def _other_rank(config: EngineConfig, rank: GpuRank, num_blocks: int, first: Staging) -> OtherRank:
+    with torch.cuda.device(rank.device):
+        steps, buffers = make_steps(
+            config, rank.loaded, rank.ops, rank.native, num_blocks, exchange=rank.exchange, first=first
+        )
+        cuda_stream = torch.cuda.Stream(rank.device)  # type: ignore[no-untyped-call]
+        return OtherRank(rank, steps, buffers, CapturedSteps(rank.native), cuda_stream)
 
 
 def cuda_options(config: EngineConfig, gpu: Gpu) -> CudaOptions:
@@ -238,6 +286,12 @@ def find_gpu(config: EngineConfig) -> torch.device:
     if config.device_index >= count:
         there = "one GPU, cuda:0" if count == 1 else f"{count} GPUs, cuda:0 to cuda:{count - 1}"
         raise ConfigError(f"device={config.device}, but torch sees {there}")
+    last = config.device_index + config.tensor_parallel_size - 1
+    if last >= count:
+        raise ConfigError(
+            f"tensor_parallel_size={config.tensor_parallel_size} takes cuda:{config.device_index} to cuda:{last}, but "
+            f"torch sees {count} GPU{'s' if count > 1 else ''}"
+        )
     return torch.device("cuda", config.device_index)
 
 

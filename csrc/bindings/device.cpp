@@ -156,6 +156,9 @@ void bind_device(py::module_& m) {
 
   py::class_<Staging, std::shared_ptr<Staging>>(m, "Staging")
       .def(py::init(&make_staging), py::arg("device"), py::arg("config"), py::arg("mode"), py::keep_alive<1, 2>())
+      .def_static(
+          "following", [](std::shared_ptr<Staging> first) { return std::make_shared<Staging>(std::move(first)); }, py::arg("first"),
+          py::keep_alive<0, 1>())
       .def_property_readonly("mode", &mode_name)
       .def_property_readonly("num_steps", &Staging::num_steps)
       .def_property_readonly("input_stride", &Staging::input_stride)
@@ -165,6 +168,7 @@ void bind_device(py::module_& m) {
       .def_property_readonly("input", [](const Staging& s) { return reinterpret_cast<Address>(s.input(0).data()); })
       .def_property_readonly("output", [](const Staging& s) { return reinterpret_cast<Address>(s.output(0)); })
       .def_property_readonly("masks", [](const Staging& s) { return reinterpret_cast<Address>(s.masks().row(0)); })
+      .def_property_readonly("released", [](const Staging& s) { return reinterpret_cast<Address>(s.released()); })
       .def_property_readonly("mask_stride", [](const Staging& s) { return MaskBoard::stride(s.masks().mask_words()); })
       .def(
           "set_device_buffers",

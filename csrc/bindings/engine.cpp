@@ -42,9 +42,12 @@ void require_buckets(const std::vector<GraphBucket>& buckets, int32_t lanes, con
           "the last bucket must fit every step");
 }
 
+// Device, staging, graphs and CUDA stream of a rank beside the first.
+using OtherRank = std::tuple<CudaDevice, std::shared_ptr<Staging>, std::shared_ptr<CudaGraphs>, Address>;
+
 OwnedStepLoop make_cuda_loop(const StepLoopConfig& config, const CudaDevice& device, std::shared_ptr<Staging> staging,
                              std::shared_ptr<CudaGraphs> graphs, py::object eager, Address cuda_stream, double poll_interval_us,
-                             std::shared_ptr<HostWorkers> host_workers) {
+                             std::shared_ptr<HostWorkers> host_workers, const std::vector<OtherRank>& others) {
   require(config.scheduler.num_state_slots == 0, "graphs copy no states");
   require(staging->num_steps() == config.steps_in_flight, "staging is for another number of steps in flight");
   require(!graphs->buckets.empty(), "there is no bucket");
@@ -57,6 +60,11 @@ OwnedStepLoop make_cuda_loop(const StepLoopConfig& config, const CudaDevice& dev
   if (hybrid.any()) require_buckets(graphs->buckets, hybrid.lanes, StepLoop::limits(config));
   GraphExecutor::Graphs all = executor_graphs(device, std::move(graphs), std::move(eager), cuda_stream);
   all.host_attention = std::move(host_workers);
+  for (const auto& [other, its_staging, its_graphs, its_stream] : others) {
+    require(its_staging->follows() && its_graphs->buckets.size() == all.buckets.size() && host_blocks == 0 && !hybrid.any(),
+            "ranks follow the staging of the first, with as many buckets, and without a host pool");
+    all.others.push_back({other, its_staging, executor_graphs(other, its_graphs, py::none(), its_stream)});
+  }
   auto executor = std::make_unique<GraphExecutor>(device, std::move(staging), std::move(all), microseconds(poll_interval_us));
   return OwnedStepLoop(new StepLoop(config, std::move(executor)));
 }
@@ -298,7 +306,7 @@ void bind_engine(py::module_& m) {
                   py::arg("state_regions") = std::vector<std::pair<Address, size_t>>())
       .def_static("on_cuda", &make_cuda_loop, py::arg("config"), py::arg("device"), py::arg("staging"), py::arg("graphs"),
                   py::arg("eager"), py::arg("cuda_stream"), py::arg("poll_interval_us"), py::arg("host_workers") = nullptr,
-                  py::keep_alive<0, 2>())
+                  py::arg("others") = std::vector<OtherRank>{}, py::keep_alive<0, 2>())
       .def("start", &StepLoop::start, py::arg("cpu") = -1)
       .def("advance", &StepLoop::advance, NoGil())
       .def(

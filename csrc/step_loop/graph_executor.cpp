@@ -14,6 +14,11 @@ GraphExecutor::GraphExecutor(const CudaDevice& device, std::shared_ptr<Staging> 
       host_attention_(std::move(graphs.host_attention)),
       poll_interval_(poll_interval),
       steps_(static_cast<size_t>(device_.staging().num_steps())) {
+  devices_.push_back(&device_);
+  for (Rank& rank : graphs.others) {
+    others_.push_back(std::make_unique<StepDevice>(rank.device, std::move(rank.staging), std::move(rank.graphs)));
+    devices_.push_back(others_.back().get());
+  }
   for (Step& step : steps_) {
     step.tokens.resize(this->staging().records_begin());
     step.records.resize(this->staging().output_words() - this->staging().records_begin());
@@ -48,17 +53,54 @@ LaunchStatus GraphExecutor::launch(int i, size_t bytes) {
   return LaunchStatus::kLaunched;
 }
 
+bool GraphExecutor::send(int i, size_t bytes, CallFailure& failure) {
+  return std::ranges::all_of(devices_, [&](StepDevice* device) { return device->send(i, bytes, failure); });
+}
+
+// Returns the number of devices that have launched the step whole; if it is not all, the next one may have begun it.
+size_t GraphExecutor::launch_all(int i, CallFailure& failure) {
+  size_t launched = 0;
+  while (launched < devices_.size() && devices_[launched]->launch(i, failure)) ++launched;
+  return launched;
+}
+
+bool GraphExecutor::record_all(int i, bool enqueued, CallFailure& failure) {
+  bool recorded = true;
+  for (StepDevice* device : devices_) recorded = device->record_done(i, enqueued, failure) && recorded;
+  return recorded;
+}
+
+// An error if a device has one, else whether one is not ready; `answers` is the device that says so.
+int GraphExecutor::query_all(int i, const StepDevice*& answers) {
+  int found = kCudaSuccess;
+  for (const StepDevice* device : devices_) {
+    const int error = device->query_done(i);
+    if (error == kCudaSuccess || (error == kCudaErrorNotReady && found != kCudaSuccess)) continue;
+    found = error;
+    answers = device;
+    if (error != kCudaErrorNotReady) break;
+  }
+  return found;
+}
+
+// Devices that wait for another go on, and what they compute is void.
+void GraphExecutor::release() {
+  if (!others_.empty()) std::atomic_ref(*staging().released()).store(1, std::memory_order_release);
+}
+
 LaunchStatus GraphExecutor::start(int i, size_t bytes) {
   Step& step = steps_[static_cast<size_t>(i)];
   CallFailure failure, unrecorded;
-  const bool enqueued = !refusing_ && device_.enqueue(i, bytes, failure);
-  const bool intact = enqueued || refusing_ || failure.code == kCudaErrorMemoryAllocation;
+  const size_t launched = !refusing_ && send(i, bytes, failure) ? launch_all(i, failure) : 0;
+  const bool enqueued = launched == devices_.size();
+  const bool intact = enqueued || refusing_ || (failure.code == kCudaErrorMemoryAllocation && launched == 0);
   if (!enqueued && intact) step.error = refusing_ ? "the step before it was not launched" : std::move(failure.text);
   if (!intact) keep_error(std::move(failure.text));
   // Whatever became of the step, the event is to say when nothing uses its buffers any more.
-  const bool recorded = device_.record_done(i, enqueued, unrecorded);
+  const bool recorded = record_all(i, enqueued, unrecorded);
   if (!recorded) keep_error(std::move(unrecorded.text));
   if (!recorded || !intact) {
+    release();
     step.state.store(StepState::kUnknown, std::memory_order_release);
     return LaunchStatus::kFailed;
   }
@@ -74,10 +116,12 @@ StepStatus GraphExecutor::poll(int i) {
   const StepState state = step.state.load(std::memory_order_acquire);
   if (state == StepState::kQueued) return StepStatus::kPending;
   if (state == StepState::kUnknown) return StepStatus::kFailed;
-  const int error = device_.query_done(i);
+  const StepDevice* answers = nullptr;
+  const int error = query_all(i, answers);
   if (error == kCudaErrorNotReady) return StepStatus::kPending;
   if (error != kCudaSuccess) {
-    keep_error(device_.device().describe(error, "cudaEventQuery"));
+    release();
+    keep_error(answers->device().describe(error, "cudaEventQuery"));
     return StepStatus::kFailed;
   }
   step.state.store(StepState::kFree, std::memory_order_relaxed);
@@ -162,17 +206,22 @@ bool GraphExecutor::is_busy(int i) {
   const StepState state = step.state.load(std::memory_order_acquire);
   if (state == StepState::kFree || state == StepState::kQueued) return false;
   CallFailure failure;
-  if (state == StepState::kUnknown && device_.record_done(i, /*enqueued=*/true, failure)) {
+  if (state == StepState::kUnknown && record_all(i, /*enqueued=*/true, failure)) {
     step.state.store(StepState::kRunning, std::memory_order_release);  // the event comes after all that was enqueued
   }
-  const int error = device_.query_done(i);
+  bool busy = false, failed = false;
+  for (const StepDevice* device : devices_) {
+    const int error = device->query_done(i);
+    busy = busy || error == kCudaErrorNotReady;
+    failed = failed || (error != kCudaSuccess && error != kCudaErrorNotReady);
+  }
   // A failed device runs nothing any more; a busy one may still write to the buffers.
-  if (error != kCudaSuccess && error != kCudaErrorNotReady) return false;
-  return error == kCudaErrorNotReady || step.state.load(std::memory_order_relaxed) == StepState::kUnknown;
+  return busy || (!failed && step.state.load(std::memory_order_relaxed) == StepState::kUnknown);
 }
 
 bool GraphExecutor::close(std::chrono::nanoseconds limit) {
   const auto start = std::chrono::steady_clock::now();
+  release();
   // First: they may wait for a step that hangs.
   const bool attends = host_attention_ != nullptr && !host_attention_->close(limit);
   if (launch_thread_ != nullptr && !launch_thread_->close(limit)) return false;

@@ -16,13 +16,24 @@
 
 namespace asyncengine {
 
-// Launches each step on the device, looks for its event and takes in its results.
+// Launches each step on the device, or on several that hold a model together, looks for its event and takes in its results.
 //
-// A launch that runs out of memory fails its step alone. Any other error of a call leaves open what the device will do, and
-// ends the executor.
+// Several devices run the same steps and wait for each other within them: the same input is launched on one after the
+// other, a step is over when it is over on all, and results are those of the first. A step that only some have launched
+// would wait for ever: they are released, and what they compute then counts for nothing.
+//
+// A launch that runs out of memory fails its step alone, if no device has begun it. Any other error of a call leaves open
+// what the devices will do, and ends the executor.
 class GraphExecutor final : public Executor {
  public:
+  // A device beside the first, with staging that follows the first one's.
+  struct Rank {
+    CudaDevice device;
+    std::shared_ptr<Staging> staging;
+    StepDevice::Graphs graphs;  // buckets and variants as those of the first
+  };
   struct Graphs : StepDevice::Graphs {
+    std::vector<Rank> others = {};
     std::shared_ptr<GraphMover> mover = {};  // of a host tier, or none
     std::shared_ptr<HostAttention> host_attention = {};  // for host rows, or none
   };
@@ -75,7 +86,15 @@ class GraphExecutor final : public Executor {
 
   Staging& staging() const { return device_.staging(); }
 
+  bool send(int i, size_t bytes, CallFailure& failure);
+  size_t launch_all(int i, CallFailure& failure);
+  bool record_all(int i, bool enqueued, CallFailure& failure);
+  int query_all(int i, const StepDevice*& answers);
+  void release();
+
   StepDevice device_;
+  std::vector<std::unique_ptr<StepDevice>> others_;
+  std::vector<StepDevice*> devices_;  // the first, then the others
   std::shared_ptr<GraphMover> mover_;
   std::shared_ptr<HostAttention> host_attention_;
   std::chrono::nanoseconds poll_interval_;

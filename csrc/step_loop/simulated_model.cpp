@@ -1,6 +1,7 @@
 #include "step_loop/simulated_model.h"
 
 #include <algorithm>
+#include <atomic>
 #include <cstring>
 
 namespace asyncengine {
@@ -36,13 +37,27 @@ SimulatedModel::SimulatedModel(SimulatedDevice& device, const SimulatedModelConf
   kv_ = allocate_device(device_.cuda(), static_cast<size_t>(num_blocks) * static_cast<size_t>(block_size) * sizeof(int32_t));
 }
 
-std::unique_ptr<GraphExecutor> SimulatedModel::make_executor(int steps_in_flight, std::chrono::nanoseconds poll_interval,
-                                                             StagingMode mode, int32_t num_host_blocks) {
-  staging_ = std::make_shared<Staging>(device_.cuda(), limits_, steps_in_flight, mode);
-  const auto inputs = static_cast<size_t>(staging_->mode() == StagingMode::kAhead ? steps_in_flight : 1);
+bool SimulatedMeeting::meet(int rank, uint64_t step, uint64_t digest) {
+  std::unique_lock lock(mutex_);
+  digests_[static_cast<size_t>(rank)].emplace(step, digest);
+  changed_.notify_all();
+  const auto here = [step](const auto& of_rank) { return of_rank.contains(step); };
+  while (!std::ranges::all_of(digests_, here)) {
+    if (std::atomic_ref(*const_cast<int32_t*>(released_)).load(std::memory_order_acquire) != 0) return false;
+    changed_.wait_for(lock, std::chrono::milliseconds(1));
+  }
+  const bool alike = std::ranges::all_of(digests_, [&](const auto& of_rank) { return of_rank.at(step) == digest; });
+  // Nobody asks for a step again that all have left behind.
+  for (auto& of_rank : digests_) of_rank.erase(of_rank.begin(), of_rank.lower_bound(step - std::min<uint64_t>(step, 2)));
+  return alike;
+}
+
+StepDevice::Graphs SimulatedModel::make_graphs(std::shared_ptr<Staging> staging) {
+  staging_ = std::move(staging);
+  const auto inputs = static_cast<size_t>(staging_->mode() == StagingMode::kAhead ? staging_->num_steps() : 1);
   input_ = allocate_device(device_.cuda(), inputs * staging_->input_stride());
   staging_->set_device_buffers({input_.data(), reinterpret_cast<int64_t*>(output_.data())});
-  GraphExecutor::Graphs graphs;
+  StepDevice::Graphs graphs;
   for (int32_t lanes = 0; lanes <= limits_.host_rows.max_lanes; lanes += std::max(1, limits_.host_rows.max_lanes)) {
     for (const int32_t share : {16, 4, 1}) {
       GraphBucket bucket{
@@ -54,6 +69,23 @@ std::unique_ptr<GraphExecutor> SimulatedModel::make_executor(int steps_in_flight
     }
   }
   graphs.copy_blocks = device_.add_graph([this] { copy_blocks(); }, std::chrono::nanoseconds(0));
+  return graphs;
+}
+
+std::unique_ptr<GraphExecutor> SimulatedModel::make_executor(int steps_in_flight, std::chrono::nanoseconds poll_interval,
+                                                             StagingMode mode, int32_t num_host_blocks,
+                                                             std::span<SimulatedModel* const> others) {
+  GraphExecutor::Graphs graphs;
+  static_cast<StepDevice::Graphs&>(graphs) = make_graphs(std::make_shared<Staging>(device_.cuda(), limits_, steps_in_flight, mode));
+  if (!others.empty()) {
+    meeting_ = std::make_shared<SimulatedMeeting>(1 + static_cast<int>(others.size()), staging_->released());
+  }
+  for (SimulatedModel* other : others) {
+    auto staging = std::make_shared<Staging>(staging_);
+    other->meeting_ = meeting_;
+    other->rank_ = 1 + static_cast<int>(graphs.others.size());
+    graphs.others.push_back({other->device_.cuda(), staging, other->make_graphs(staging)});
+  }
   if (num_host_blocks > 0) graphs.mover = make_mover(num_host_blocks);
   auto executor = std::make_unique<GraphExecutor>(device_.cuda(), staging_, std::move(graphs), poll_interval);
   if (attention_ != nullptr) executor->attend_on_host_with(attention_);
@@ -111,7 +143,7 @@ const std::byte* SimulatedModel::input() const {
 }
 
 int64_t* SimulatedModel::output() const {
-  return staging_->writes_output() ? staging_->output(place()) : reinterpret_cast<int64_t*>(output_.data());
+  return staging_->writes_output() && !staging_->follows() ? staging_->output(place()) : reinterpret_cast<int64_t*>(output_.data());
 }
 
 void SimulatedModel::copy_blocks() {
@@ -129,6 +161,11 @@ void SimulatedModel::step() {
   forward(view, batch);
   pass_host_rows(view, batch);
   for (const StepInputRow& row : view.rows()) sample(row, batch, view.header().step);
+  if (meeting_ != nullptr) {
+    uint64_t digest = kEmpty;
+    for (int32_t i = 0; i < view.header().num_samples; ++i) digest = extend(digest, tokens_[static_cast<size_t>(i)]);
+    if (!meeting_->meet(rank_, view.header().step, digest)) device_.fault();
+  }
   slots_.remember(view, tokens_.data());
   for (const StepInputRow& row : view.rows()) {
     if (row.num_appends > 0) propose(row, *batch.samples[static_cast<size_t>(row.sample_row)].state);

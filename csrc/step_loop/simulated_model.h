@@ -3,8 +3,11 @@
 #pragma once
 
 #include <chrono>
+#include <condition_variable>
 #include <cstdint>
+#include <map>
 #include <memory>
+#include <mutex>
 #include <span>
 #include <vector>
 
@@ -31,14 +34,30 @@ struct SimulatedModelConfig {
   std::function<void(const HostAttentionJob&)> before_attending = {};
 };
 
+// Place where the ranks of a simulated model wait for each other at the end of each step, and compare what they sampled.
+class SimulatedMeeting {
+ public:
+  SimulatedMeeting(int ranks, const int32_t* released) : digests_(static_cast<size_t>(ranks)), released_(released) {}
+  // True once all ranks have come to that step, with the same digest. False: they differ, or nobody is to wait any more.
+  bool meet(int rank, uint64_t step, uint64_t digest);
+
+ private:
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  std::vector<std::map<uint64_t, uint64_t>> digests_;  // of each rank, by step
+  const int32_t* released_;
+};
+
 class SimulatedModel {
  public:
   SimulatedModel(SimulatedDevice& device, const SimulatedModelConfig& config, const StepLimits& limits, int32_t num_blocks,
                  int32_t block_size, int32_t max_blocks);
 
-  // Buckets of 1/16, 1/4 and all of the limits.
+  // Buckets of 1/16, 1/4 and all of the limits. With others, models like this one on devices of their own, each step runs
+  // on all of them, and is over when all have sampled the same.
   std::unique_ptr<GraphExecutor> make_executor(int steps_in_flight, std::chrono::nanoseconds poll_interval,
-                                               StagingMode mode = StagingMode::kAhead, int32_t num_host_blocks = 0);
+                                               StagingMode mode = StagingMode::kAhead, int32_t num_host_blocks = 0,
+                                               std::span<SimulatedModel* const> others = {});
 
   // The token that the model gives after these tokens: the reference for tests.
   static int32_t next_token(const SimulatedModelConfig& config, std::span<const int32_t> tokens, const SamplingState& sampling);
@@ -49,6 +68,7 @@ class SimulatedModel {
   const std::vector<std::vector<int32_t>>& entries() const { return entries_; }
 
  private:
+  StepDevice::Graphs make_graphs(std::shared_ptr<Staging> staging);
   int place() const;  // of the running step in the rings
   const std::byte* input() const;
   int64_t* output() const;
@@ -80,6 +100,8 @@ class SimulatedModel {
   };
   std::vector<SavedRow> saved_;
   std::shared_ptr<SimulatedAttention> attention_;
+  std::shared_ptr<SimulatedMeeting> meeting_;  // of several ranks
+  int rank_ = 0;
 };
 
 }  // namespace asyncengine

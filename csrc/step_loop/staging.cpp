@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <new>
+#include <utility>
 
 namespace asyncengine {
 namespace {
@@ -20,7 +21,8 @@ Staging::Staging(const CudaDevice& device, const StepLimits& limits, int num_ste
       output_stride_(whole_pages(output_words_ * sizeof(int64_t))) {
   const size_t rings = static_cast<size_t>(num_steps) * (input_stride_ + output_stride_);
   const size_t board = static_cast<size_t>(limits.max_rows) * MaskBoard::stride(limits.mask_words);
-  const size_t bytes = rings + whole_pages(board * sizeof(int32_t));
+  const size_t masks = whole_pages(board * sizeof(int32_t));
+  const size_t bytes = rings + masks + kPage;
   if (mode_ != StagingMode::kPageable) {
     int error = kCudaSuccess;
     pinned_ = pin(device, bytes, error);
@@ -34,6 +36,20 @@ Staging::Staging(const CudaDevice& device, const StepLimits& limits, int num_ste
   }
   masks_ = MaskBoard(reinterpret_cast<int32_t*>(memory_ + rings), limits.mask_words);
   std::fill_n(masks_.row(0), board, -1);
+  released_ = reinterpret_cast<int32_t*>(memory_ + rings + masks);
+  *released_ = 0;
 }
+
+Staging::Staging(std::shared_ptr<Staging> first)
+    : mode_(first->mode_),
+      num_steps_(first->num_steps_),
+      output_words_(first->output_words_),
+      records_begin_(first->records_begin_),
+      input_stride_(first->input_stride_),
+      output_stride_(first->output_stride_),
+      memory_(first->memory_),
+      masks_(first->masks_),
+      released_(first->released_),
+      first_(std::move(first)) {}
 
 }  // namespace asyncengine

@@ -38,6 +38,9 @@ class Staging {
   // Throws CudaError where nothing can be had. Memory that cannot be pinned is replaced by plain memory, and the mode
   // becomes kPageable: see mode().
   Staging(const CudaDevice& device, const StepLimits& limits, int num_steps, StagingMode mode);
+  // For another device that runs the same steps: the buffers of `first`, of which it only reads the inputs, with device
+  // buffers of its own. Its results go to these alone.
+  explicit Staging(std::shared_ptr<Staging> first);
   ~Staging() { std::free(plain_); }
   Staging(const Staging&) = delete;
   Staging& operator=(const Staging&) = delete;
@@ -46,6 +49,10 @@ class Staging {
   int num_steps() const { return num_steps_; }
   // True if the device writes results to output(i) itself.
   bool writes_output() const { return mode_ == StagingMode::kMapped || mode_ == StagingMode::kAhead; }
+  // True if this is for another device than the first, whose results nobody reads.
+  bool follows() const { return first_ != nullptr; }
+  // Word that devices read which wait for each other: not 0 once nobody is to wait any more.
+  int32_t* released() const { return released_; }
   // Needed in the modes that copy, before the first step.
   void set_device_buffers(const DeviceBuffers& buffers) { device_ = buffers; }
   const DeviceBuffers& device_buffers() const { return device_; }
@@ -78,6 +85,8 @@ class Staging {
   void* plain_ = nullptr;
   std::byte* memory_ = nullptr;
   MaskBoard masks_;
+  int32_t* released_ = nullptr;
+  std::shared_ptr<Staging> first_;
   DeviceBuffers device_;
 };
 

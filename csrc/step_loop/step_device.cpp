@@ -49,16 +49,21 @@ bool StepDevice::ok(int error, const char* call, CallFailure& failure) const {
   return false;
 }
 
-bool StepDevice::enqueue(int i, size_t bytes, CallFailure& failure) {
+bool StepDevice::send(int i, size_t bytes, CallFailure& failure) {
+  if (staging_->mode() == StagingMode::kMapped) return true;
+  const CudaDevice::Scope scope(device_);
+  return ok(scope.error(), "cudaSetDevice", failure) && send_input(i, bytes, failure);
+}
+
+bool StepDevice::launch(int i, CallFailure& failure) {
   const CudaDevice::Scope scope(device_);
   if (!ok(scope.error(), "cudaSetDevice", failure)) return false;
   const StepInputHeader& header = StepInputView(staging_->input(i).data()).header();
-  if (staging_->mode() != StagingMode::kMapped && !send_input(i, bytes, failure)) return false;
   if (header.num_copies > 0 && !run(-1, {0, graphs_.copy_blocks}, failure)) return false;
   const int number = bucket_for(header);
   const GraphBucket& bucket = graphs_.buckets[static_cast<size_t>(number)];
   if (!run(number, bucket.variants[bucket.variant_for(header.needs)], failure)) return false;
-  return staging_->writes_output() || copy_output(i, header, failure);
+  return staging_->writes_output() || staging_->follows() || copy_output(i, header, failure);
 }
 
 bool StepDevice::record_done(int i, bool enqueued, CallFailure& failure) {

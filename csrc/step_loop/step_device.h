@@ -79,8 +79,10 @@ class StepDevice {
   // That of the step in buffer i: one for each graph.
   int kind(int i) const;
 
-  // Enqueues all of the step in buffer i but its event. False: a part of it was not, and `failure` says why.
-  bool enqueue(int i, size_t bytes, CallFailure& failure);
+  // Enqueues the copy of the input of the step in buffer i, if there is one to be made. False: `failure` says why not.
+  bool send(int i, size_t bytes, CallFailure& failure);
+  // Enqueues the rest of the step behind it, but its event. False: a part of it was not, and `failure` says why.
+  bool launch(int i, CallFailure& failure);
   // Records the event of buffer i behind all that was enqueued of its step, `enqueued` if that was the whole.
   bool record_done(int i, bool enqueued, CallFailure& failure);
   // CUDA's answer whether all is over before that event.

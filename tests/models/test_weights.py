@@ -134,8 +134,17 @@ def test_products_of_two_ranks_add_up_to_one_residual(
         return residual.settle() if hasattr(residual, "settle") else residual.x + residual.pending
 
     products: list[Tensor] = []
-    run(Shard(1, 2), lambda product, _: products.append(product.clone()))
-    got = run(Shard(0, 2), lambda product, _: product.add_(products[0]))
+
+    def note(product: Tensor, batch: Any, onto: Tensor | None = None) -> None:
+        products.append(product.clone())
+
+    def add(product: Tensor, batch: Any, onto: Tensor | None = None) -> None:
+        product += products[0]
+        if onto is not None:
+            onto += product
+
+    run(Shard(1, 2), note)
+    got = run(Shard(0, 2), add)
     torch.testing.assert_close(got, run(Shard(), None), rtol=1e-5, atol=1e-5)
     assert float((got - x).abs().max()) > 1e-3
 

@@ -28,6 +28,8 @@ struct Options {
   StagingMode staging = StagingMode::kAhead;
   int32_t max_samples = 0, max_update_words = 0, max_result_words = 0;
   int32_t num_host_blocks = 0;
+  int ranks = 1;
+  std::chrono::nanoseconds latency_of_others = 0ns;  // of the ranks but the first
   HybridConfig hybrid = {};
   std::function<void(const HostAttentionJob&)> before_attending = {};
   int64_t (*clock)() = &steady_now_ns;
@@ -73,8 +75,17 @@ class Engine {
     const auto config = options.loop();
     model_ = std::make_unique<SimulatedModel>(device, model_config_, StepLoop::limits(config), options.num_blocks,
                                               options.block_size, options.max_model_len / options.block_size + 1);
+    std::vector<SimulatedModel*> others;
+    SimulatedModelConfig other = model_config_;
+    other.step_latency = options.latency_of_others;
+    for (int rank = 1; rank < options.ranks; ++rank) {
+      devices.push_back(std::make_unique<SimulatedDevice>());
+      models_.push_back(std::make_unique<SimulatedModel>(*devices.back(), other, StepLoop::limits(config), options.num_blocks,
+                                                         options.block_size, options.max_model_len / options.block_size + 1));
+      others.push_back(models_.back().get());
+    }
     loop = std::make_unique<StepLoop>(
-        config, model_->make_executor(options.steps_in_flight, 20us, options.staging, options.num_host_blocks));
+        config, model_->make_executor(options.steps_in_flight, 20us, options.staging, options.num_host_blocks, others));
     loop->start();
   }
 
@@ -174,6 +185,7 @@ class Engine {
   const SimulatedModel& model() const { return *model_; }
 
   SimulatedDevice device;
+  std::vector<std::unique_ptr<SimulatedDevice>> devices;  // of the ranks but the first
   std::unique_ptr<StepLoop> loop;
   std::map<std::pair<uint64_t, int32_t>, Result> results;
 
@@ -181,6 +193,7 @@ class Engine {
   Options options_;
   SimulatedModelConfig model_config_;
   std::unique_ptr<SimulatedModel> model_;
+  std::vector<std::unique_ptr<SimulatedModel>> models_;  // of those ranks
   std::map<uint64_t, RequestSpec> specs_;
   std::set<std::pair<uint64_t, int32_t>> open_;
   uint64_t next_id_ = 1;

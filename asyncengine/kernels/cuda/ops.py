@@ -202,6 +202,10 @@ class CudaOps:
 
     def add_(self, x: Tensor, residual: Residual, batch: CudaBatch, norm: Norm | None = None) -> None:
         if self.reduction is not None:
+            x = x.contiguous()  # not so behind weights that are padded
+            if norm is None:
+                self.reduction(x, batch, residual.settle())
+                return
             self.reduction(x, batch)
         residual.settle().add_(x if norm is None else norm_rows(x, norm, pdl=self.options.pdl))
 

@@ -13,6 +13,7 @@ import torch
 
 from asyncengine._core import CudaDevice, Staging
 from asyncengine.config import EngineConfig
+from asyncengine.kernels.cuda.comm.exchange import Exchange
 from asyncengine.kernels.cuda.gpu import Gpu
 from asyncengine.kernels.cuda.launch.compile_processes import MAX_COMPILATIONS
 from asyncengine.kernels.cuda.launch.compiling import compile_launches
@@ -45,14 +46,17 @@ def make_steps(
     native: CudaDevice,
     num_blocks: int,
     host_rows: HostRows | None = None,
+    exchange: Exchange | None = None,
+    first: Staging | None = None,
 ) -> tuple[DeviceSteps, StepBuffers]:
+    """Allocate the steps. ``first``, beside an ``exchange``, is the staging of the first GPU, which this follows."""
     cache = memory.allocate(config, loaded.config, num_blocks, loaded.dtype, ops, loaded.kv_scales)
     # The host tier comes later, and its size does not matter here: with one there may be lanes.
     info = loaded.info(config, num_blocks, 0 if host_rows is None else 1)
-    staging = Staging(native, step_loop_config(config, info), config.staging)
-    buffers = StepBuffers.allocate(staging, config.max_num_seqs, ops.device)
+    staging = Staging.following(first) if first else Staging(native, step_loop_config(config, info), config.staging)
+    buffers = StepBuffers.allocate(staging, config.max_num_seqs, ops.device, reads_only=first is not None)
     lanes = None if host_rows is None else host_rows.lanes(buffers.source.header)
-    return DeviceSteps(config, loaded, ops, buffers, cache, lanes), buffers
+    return DeviceSteps(config, loaded, ops, buffers, cache, lanes, exchange), buffers
 
 
 def prepare(
@@ -62,6 +66,7 @@ def prepare(
     native: CudaDevice,
     buckets: list[Bucket],
     host_rows: HostRows | None = None,
+    exchange: Exchange | None = None,
 ) -> tuple[int, int]:
     """Compile kernels and measure plans; then bytes of the steps' state, and bytes that the largest step takes beside.
 
@@ -70,7 +75,7 @@ def prepare(
     device = ops.device
     torch.cuda.synchronize(device)
     before = torch.cuda.memory_allocated(device)
-    steps, buffers = make_steps(config, loaded, ops, native, 1, host_rows)
+    steps, buffers = make_steps(config, loaded, ops, native, 1, host_rows, exchange)
     state_bytes = torch.cuda.memory_allocated(device) - before
     prepare_kernels(config, ops, steps, buckets, Tuner(ops.device, ops.gpu, **ops.options.for_tma))
     torch.cuda.empty_cache()

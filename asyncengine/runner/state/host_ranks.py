@@ -28,13 +28,12 @@ class Meeting:
         self._products: list[Tensor | None] = [None] * ranks
         self._barrier = threading.Barrier(ranks, self._add_up)
 
-    def reduce(self, rank: int, product: Tensor, batch: StepBatch) -> None:
-        """Replace the product by the sum of all ranks' products of the step.
-
-        Raises BrokenBarrierError if a rank has left.
-        """
+    def reduce(self, rank: int, product: Tensor, batch: StepBatch, onto: Tensor | None = None) -> None:
+        """``Reduction`` for a rank. Raises BrokenBarrierError if another rank has left."""
         self._products[rank] = product
         self._barrier.wait()
+        if onto is not None:
+            onto += product
 
     def leave(self) -> None:
         """Make this and all later calls of the others fail, until ``again``."""

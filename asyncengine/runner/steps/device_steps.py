@@ -15,6 +15,7 @@ from asyncengine.config import EngineConfig
 from asyncengine.kernels.cuda.attention.choose import Limits, short_context, short_mixed_context
 from asyncengine.kernels.cuda.attention.plan import AttentionShape, LayerKind
 from asyncengine.kernels.cuda.attention.run import StepAttention
+from asyncengine.kernels.cuda.comm.exchange import Exchange, connect_alone
 from asyncengine.kernels.cuda.ops import CudaBatch, CudaOps
 from asyncengine.kernels.cuda.rows.lanes import HostLanes, gather_results
 from asyncengine.kernels.cuda.sampling.edits import edit, withhold
@@ -48,12 +49,17 @@ class StepBuffers:
     """int32 [slots, words]: masks (csrc/core/mask_board.h); on the host, where the device can read that"""
 
     @classmethod
-    def allocate(cls, staging: Staging, slots: int, device: torch.device) -> StepBuffers:
-        """Views of the staging rings, or what is copied to and from on the device: a buffer, of inputs also a ring."""
+    def allocate(cls, staging: Staging, slots: int, device: torch.device, *, reads_only: bool = False) -> StepBuffers:
+        """Views of the staging rings, or what is copied to and from on the device: a buffer, of inputs also a ring.
+
+        ``reads_only``: results stay on the device, those of a rank beside the first.
+        """
         words, ring = staging.input_stride // 4, staging.num_steps
         host_inputs = host_view(staging.input, ring * staging.input_stride, torch.int32).view(ring, words)
         host_inputs.zero_()  # an empty step: what warm-up and capture run
         host_outputs = host_view(staging.output, ring * staging.output_stride, torch.int64).view(ring, -1)
+        if reads_only:
+            host_outputs = torch.zeros_like(host_outputs, device=device)
         if staging.mode == "pageable":  # where the device cannot read the host's memory, no row has a mask
             board = torch.full((slots, staging.mask_stride), -1, dtype=torch.int32, device=device)
         else:
@@ -111,8 +117,10 @@ class DeviceSteps:
         buffers: StepBuffers,
         cache: KVCache,
         lanes: HostLanes | None = None,
+        exchange: Exchange | None = None,
     ) -> None:
-        """``lanes``: of buckets that have some."""
+        """``lanes``: of buckets that have some. ``exchange``: with the other GPUs that hold the model, if there are
+        some; steps wait for none before it is connected."""
         self._block_size = config.block_size
         self._pdl = ops.options.pdl
         self._max_logprobs = config.max_logprobs
@@ -130,6 +138,9 @@ class DeviceSteps:
             buffers.staging.records_begin,
             lanes=(0, 0) if lanes is None else (len(lanes.staged) + 1, lanes.staged.shape[1]),
         )
+        self._exchange = exchange
+        if exchange is not None:
+            connect_alone(exchange, self._step.slots)
         self._features = allocate_features(
             config.max_num_seqs,
             UPDATE_WORDS + loaded.config.vocab_size // 32,
@@ -171,6 +182,9 @@ class DeviceSteps:
                 gather_results(lanes, step, pdl=self._pdl)
             batch.attention.build(step, pdl=self._pdl)
             residual = self._model.run(batch, self.cache.layers)
+            if self._exchange is not None and self._exchange.rank > 0:
+                self._share(step)
+                return
             if needs & Need.vector:
                 self._store_vectors(residual, batch)
             if self._classifies:
@@ -181,6 +195,12 @@ class DeviceSteps:
                 self._sample_with_features(logits, step, needs)
             else:
                 sample(logits, step, source.header, source.outputs, needs=needs, pdl=self._pdl)
+            self._share(step)
+
+    def _share(self, step: DeviceStep) -> None:
+        """Have the tokens that the first rank samples on all ranks; a classification model makes none."""
+        if self._exchange is not None and not self._classifies:
+            self._exchange.share(step.slots)
 
     def _store_vectors(self, residual: Any, batch: CudaBatch) -> None:
         """A classification model's vectors are its logits."""

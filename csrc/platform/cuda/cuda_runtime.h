@@ -25,8 +25,9 @@ inline constexpr int kCudaMemcpyHostToDevice = 1;
 inline constexpr int kCudaMemcpyDeviceToHost = 2;
 inline constexpr unsigned kCudaEventDisableTiming = 2;
 inline constexpr unsigned kCudaStreamNonBlocking = 1;
-inline constexpr unsigned kCudaHostAllocMapped = 2;
-inline constexpr unsigned kCudaHostRegisterMapped = 2;
+// Mapped, and portable: pinned for all devices.
+inline constexpr unsigned kCudaHostAllocMapped = 3;
+inline constexpr unsigned kCudaHostRegisterMapped = 3;
 
 struct CudaRuntime {
   int (*set_device)(int device);

@@ -151,10 +151,19 @@ struct SimulatedRuntime {
     SimulatedDevice& device = *cuda_stream->device;
     if (!is_current(&device)) return kWrongDevice;
     const int error = device.enqueue(cuda_stream, {SimulatedDevice::Operation::kCopy, target, source, bytes}, Call::kCopy);
+    const bool waits = !is_pinned(kind == kCudaMemcpyHostToDevice ? source : target);
     std::unique_lock lock(device.mutex_);
-    const bool waits = !device.is_pinned(kind == kCudaMemcpyHostToDevice ? source : target);
     if (error == kCudaSuccess && waits) device.wait_until_run(cuda_stream, cuda_stream->enqueued, lock);
     return error;
+  }
+  // Memory that one device has pinned is pinned for all.
+  static bool is_pinned(const void* address) {
+    std::lock_guard lock(registry_mutex);
+    return std::ranges::any_of(registry, [address](SimulatedDevice* owner) {
+      if (owner == nullptr) return false;
+      std::lock_guard own_lock(owner->mutex_);
+      return owner->is_pinned(address);
+    });
   }
   static int stream_create(CudaStream* cuda_stream, unsigned) {
     SimulatedDevice* owner = device();

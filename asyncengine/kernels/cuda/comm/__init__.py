@@ -1,0 +1,1 @@
+"""Exchange between GPUs that hold a model together, through each other's memory."""

@@ -1,0 +1,169 @@
+"""Two GPUs hold a model together: sums and outputs are those of one."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import json
+from typing import Any
+
+import pytest
+import torch
+
+from asyncengine import (
+    AsyncEngine,
+    ConfigError,
+    EngineConfig,
+    EngineDeadError,
+    SamplingParams,
+    StructuredOutputs,
+    testing,
+)
+from asyncengine.kernels.cuda.comm.exchange import allocate, begin_together, connect, reach_peers
+from asyncengine.runner.backend import load_backend
+from tests.models import tiny
+
+pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+
+SMALL: dict[str, Any] = {
+    "load_format": "dummy", "max_num_seqs": 8, "max_num_batched_tokens": 64, "prefill_chunk_size": 24,
+    "num_kv_blocks": 48, "max_model_len": 256, "dtype": "float32", "progress": False,
+}  # fmt: skip
+MODEL = {
+    "architectures": ["LlamaForCausalLM"], **tiny.DECODER, "hidden_size": 256, "intermediate_size": 512,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64, "max_position_embeddings": 256,
+    "initializer_range": 0.1, "eos_token_id": None,
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = tmp_path_factory.mktemp("model")
+    (path / "config.json").write_text(json.dumps(MODEL))
+    return str(path)
+
+
+def opened(model: str, ranks: int, **config: Any) -> AsyncEngine:
+    return AsyncEngine.from_pretrained(model, **(SMALL | {"tensor_parallel_size": ranks} | config))
+
+
+def test_sums_are_those_of_torch_on_both_gpus() -> None:
+    """Calls of different sizes follow each other without a wait of the host; both GPUs get the same bits."""
+    devices = [torch.device("cuda", i) for i in range(2)]
+    reach_peers(devices)
+    exchanges = [allocate(i, 2, 512 * 4096, torch.bfloat16, d, pdl=False) for i, d in enumerate(devices)]
+    connect(exchanges)
+    begin_together(exchanges)
+    calls = []
+    for rows in (1, 64, 7, 512, 256, 2, 512, 1, 1, 1):
+        products = [torch.randn(rows, 4096, device=device).bfloat16() for device in devices]
+        onto = [torch.ones(rows, 4096, device=device).bfloat16() for device in devices]
+        calls.append((products, onto, (products[0].float().cpu() + products[1].float().cpu() + 1).bfloat16()))
+    for device in devices:
+        torch.cuda.synchronize(device)
+    for warm in (True, False):  # kernels are loaded while nobody waits
+        for exchange in exchanges:
+            exchange.together.fill_(0 if warm else 1)
+        if not warm:
+            begin_together(exchanges)
+            for device in devices:
+                torch.cuda.synchronize(device)
+        for products, onto, _ in calls:
+            for exchange, product, to in zip(exchanges, products, onto, strict=True):
+                with torch.cuda.device(product.device):
+                    exchange.reduce(product, onto=to.clone() if warm else to)
+        for device in devices:
+            torch.cuda.synchronize(device)
+    for _, onto, wanted in calls:
+        assert torch.equal(onto[0].cpu(), wanted)
+        assert torch.equal(onto[1].cpu(), wanted)
+
+
+async def outputs(engine: AsyncEngine, *, features: bool) -> list[Any]:
+    prompts = [[3 + (i * 7 + j * 5) % 150 for j in range(n)] for i, n in enumerate((1, 90, 33, 150, 7, 64, 20, 5, 40))]
+    params = [SamplingParams(max_tokens=24, temperature=i % 2, seed=i, ignore_eos=True) for i in range(len(prompts))]
+    jobs = [engine.generate(prompt, own) for prompt, own in zip(prompts, params, strict=True)]
+    found: list[Any] = [output.token_ids for output in await asyncio.gather(*jobs)]
+    assert (await engine.generate(prompts[3], params[3])).token_ids == found[3], "a warm prefix changes nothing"
+    if features:
+        scored = await engine.generate(prompts[2], SamplingParams(max_tokens=4, temperature=0, logprobs=3))
+        found.append([entry.token_id for record in scored.outputs[0].logprobs or () for entry in record.top])
+        penalised = SamplingParams(max_tokens=12, temperature=0, presence_penalty=1.5, ignore_eos=True)
+        found.append((await engine.generate(prompts[2], penalised)).token_ids)
+        ruled = SamplingParams(max_tokens=12, temperature=0, structured_outputs=StructuredOutputs(regex="[0-9]{4}"))
+        found.append((await engine.generate(prompts[2], ruled)).token_ids)
+        vectors = (await engine.embed(prompts[:2])).vectors
+        found.append([round(float(x), 3) for vector in vectors for x in vector[:8]])
+    return found
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {},
+        {"kv_cache_dtype": "fp8"},
+        {"enable_prefix_caching": False, "steps_in_flight": 1},
+        {"staging": "mapped"},
+        {"staging": "pinned", "num_kv_blocks": 20},
+        {"batch_invariant": True, "programmatic_launch": False},
+    ],
+    ids=lambda config: ",".join(map(str, config)) or "plain",
+)
+def test_tokens_are_those_of_one_gpu(model: str, config: dict[str, Any]) -> None:
+    async def run(ranks: int) -> list[Any]:
+        async with opened(model, ranks, **config) as engine:
+            found = await outputs(engine, features=not config)
+            await testing.settle(engine)
+            return found
+
+    assert asyncio.run(run(2)) == asyncio.run(run(1))
+    assert torch.cuda.current_device() == 0
+
+
+@pytest.mark.parametrize("config", [{}, {"quantization": "int4"}, {"quantization": "int8"}, {"kv_cache_dtype": "fp8"}])
+def test_logits_in_bfloat16_are_near_those_of_one_gpu(model: str, config: dict[str, Any]) -> None:
+    async def run(ranks: int) -> dict[int, float]:
+        async with opened(model, ranks, dtype="bfloat16", **config) as engine:
+            params = SamplingParams(max_tokens=1, temperature=0, logprobs=20)
+            output = await engine.generate([3 + i % 150 for i in range(200)], params)
+            [record] = output.outputs[0].logprobs or ()
+            return {entry.token_id: entry.logprob for entry in record.top}
+
+    one, two = asyncio.run(run(1)), asyncio.run(run(2))
+    assert len(one.keys() & two.keys()) >= 15
+    for token in one.keys() & two.keys():
+        assert one[token] == pytest.approx(two[token], abs=0.25)
+
+
+def test_a_rank_that_waits_in_vain_ends_the_engine_and_leaves_no_memory(model: str) -> None:
+    before = [torch.cuda.memory_allocated(i) for i in range(2)]
+
+    async def main() -> None:
+        async with opened(model, 2, step_timeout_s=1.0) as engine:
+            params = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True)
+            await engine.generate([3, 4, 5], params)
+            runner: Any = engine._life.loaded().keep_alive
+            runner._first.exchange.calls += 9  # it waits for calls that do not come
+            torch.cuda.synchronize(0)
+            with pytest.raises(EngineDeadError, match="did not finish within"):
+                await engine.generate([3, 4, 5], params)
+
+    asyncio.run(asyncio.wait_for(main(), 60))
+    gc.collect()
+    assert [torch.cuda.memory_allocated(i) for i in range(2)] == before
+
+
+@pytest.mark.parametrize(
+    ("config", "why"),
+    [
+        ({"enforce_eager": True}, "enforce_eager needs tensor_parallel_size=1"),
+        ({"host_kv_memory_bytes": 1 << 24}, "host_kv_memory_bytes needs tensor_parallel_size=1"),
+        ({"target_itl_ms": 20.0}, "target_itl_ms needs tensor_parallel_size=1"),
+        ({"staging": "pageable"}, "staging=pageable needs tensor_parallel_size=1"),
+        ({"device": f"cuda:{torch.cuda.device_count() - 1}"}, "takes cuda:"),
+    ],
+)
+def test_what_gpus_together_do_not_have_is_refused_by_name(model: str, config: dict[str, Any], why: str) -> None:
+    settings = {k: v for k, v in SMALL.items() if k != "progress"} | {"tensor_parallel_size": 2} | config
+    with pytest.raises(ConfigError, match=why):
+        load_backend(EngineConfig(model=model, **settings), progress=False)
