@@ -16,7 +16,6 @@ from asyncengine import (
     EngineConfig,
     EngineDeadError,
     SamplingParams,
-    StructuredOutputs,
     testing,
 )
 from asyncengine.kernels.cuda.comm.exchange import allocate, begin_together, connect, reach_peers
@@ -90,8 +89,6 @@ async def outputs(engine: AsyncEngine, *, features: bool) -> list[Any]:
         found.append([entry.token_id for record in scored.outputs[0].logprobs or () for entry in record.top])
         penalised = SamplingParams(max_tokens=12, temperature=0, presence_penalty=1.5, ignore_eos=True)
         found.append((await engine.generate(prompts[2], penalised)).token_ids)
-        ruled = SamplingParams(max_tokens=12, temperature=0, structured_outputs=StructuredOutputs(regex="[0-9]{4}"))
-        found.append((await engine.generate(prompts[2], ruled)).token_ids)
         vectors = (await engine.embed(prompts[:2])).vectors
         found.append([round(float(x), 3) for vector in vectors for x in vector[:8]])
     return found
