@@ -17,9 +17,9 @@ if TYPE_CHECKING:
     from asyncengine.runner.describe import FamilyReport, ModelReport
 
 _FLAGS = (
-    "revision", "load_format", "dtype", "model_impl", "trust_remote_code", "quantization", "device", "max_model_len",
-    "max_num_seqs", "max_num_batched_tokens", "prefill_chunk_size", "block_size", "kv_cache_dtype", "state_dtype",
-    "kv_cache_memory_bytes", "num_kv_blocks", "gpu_memory_utilization",
+    "revision", "load_format", "dtype", "model_impl", "trust_remote_code", "quantization", "device",
+    "tensor_parallel_size", "max_model_len", "max_num_seqs", "max_num_batched_tokens", "prefill_chunk_size",
+    "block_size", "kv_cache_dtype", "state_dtype", "kv_cache_memory_bytes", "num_kv_blocks", "gpu_memory_utilization",
 )  # fmt: skip
 """Flags of the engine on which the answer depends."""
 _COMMON = ("dtype", "quantization", "device", "max_model_len", "max_num_seqs", "kv_cache_dtype", "state_dtype")
@@ -30,6 +30,7 @@ _COLUMNS = {
     "host_tier": "host tier",
     "disk_tier": "disk tier",
     "hybrid_attention": "hybrid attention",
+    "ranks": "ranks",
     "vectors": "vectors",
     "labels": "labels",
 }
@@ -92,13 +93,15 @@ def _lines(report: ModelReport) -> Iterable[str]:
     yield f"  {report.reason}"
     if report.way == "refused":
         return
-    place = "a GPU" if report.device == "cuda" else "the host"
+    place = "the host" if report.device != "cuda" else "a GPU" if report.ranks == 1 else f"{report.ranks} GPUs"
     about = "about " if report.device == "cuda" else ""
     source = "" if report.has_weights else ", of config.json alone: there are no weights"
     quantized = "" if report.quantization == "none" else f", layers in {report.quantization}"
     yield f"  dtype            {report.dtype}{quantized}, on {place}"
     yield f"  parameters       {report.num_parameters:,}"
     yield f"  weights          {_size(report.weight_bytes)}, {report.bits_per_weight:g} bits a parameter{source}"
+    if report.ranks > 1:
+        yield f"  ranks            {report.ranks}, each with {_size(report.rank_weight_bytes)} of the weights"
     for form in report.weight_formats:
         yield f"  projections      {form}"
     yield f"  keys and values  {_size(report.kv_bytes_per_token)} a token"

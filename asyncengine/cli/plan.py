@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 _FLAGS = (
     "revision", "dtype", "quantization", "max_model_len", "max_num_seqs", "max_num_batched_tokens", "block_size",
-    "batch_invariant", "kv_cache_dtype", "state_dtype",
+    "batch_invariant", "kv_cache_dtype", "state_dtype", "tensor_parallel_size",
 )  # fmt: skip
 """Flags of the engine on which a plan depends."""
 

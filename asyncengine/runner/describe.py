@@ -54,6 +54,8 @@ class FamilyReport:
     disk_tier: bool
     """disk_kv_path"""
     hybrid_attention: bool
+    ranks: bool
+    """tensor_parallel_size"""
     vectors: bool
     """A base without a head is known, and gives vectors."""
     labels: bool
@@ -73,7 +75,11 @@ class ModelReport:
     dtype: str | None = None
     quantization: str | None = None
     num_parameters: int | None = None
+    ranks: int = 1
+    """Devices that hold the model together. Bytes are those of all, where nothing else is said."""
     weight_bytes: int | None = None
+    rank_weight_bytes: int | None = None
+    """Bytes of one rank's weights: embedding and head are whole on each."""
     weight_formats: tuple[str, ...] = ()
     """Formats of the projections, and the kernels that multiply them; the one of the most parameters first."""
     bits_per_weight: float | None = None
@@ -115,6 +121,7 @@ def _describe(name: str, family: Family) -> FamilyReport:
         host_tier=True,
         disk_tier=not has_state,
         hybrid_attention=not memory.host_obstacle(model),
+        ranks=not model.rank_obstacle(model.num_kv_heads if model.num_kv_heads > 1 else 2),
         vectors=any(other.endswith("Model") for other in relatives),
         labels=any(other.endswith("ForSequenceClassification") for other in relatives),
     )
@@ -157,9 +164,11 @@ def describe_model(config: EngineConfig, device: str, memory_bytes: int | None =
             )
     except ModelError as e:
         return ModelReport(config.model, "refused", str(e))
-    of_block = memory.block_bytes(model, config.block_size, memory.kv_dtype(config, dtype))
+    ranks = config.tensor_parallel_size
+    of_block = ranks * memory.block_bytes(model, config.block_size, memory.kv_dtype(config, dtype))
     total = _memory_of(config, device) if memory_bytes is None else memory_bytes
-    room = _kv_room(config, model, dtype, device, total, weight_bytes)
+    devices = ranks if device == "cuda" else 1
+    room = devices * _kv_room(config, model, dtype, device, total, ranks // devices * weight_bytes)
     num_blocks = config.num_kv_blocks or (room // of_block if of_block else 0)
     return ModelReport(
         model=config.model,
@@ -170,15 +179,17 @@ def describe_model(config: EngineConfig, device: str, memory_bytes: int | None =
         dtype=name,
         quantization=config.quantization,
         num_parameters=num_parameters,
-        weight_bytes=weight_bytes,
+        ranks=ranks,
+        weight_bytes=ranks * weight_bytes,
+        rank_weight_bytes=weight_bytes,
         weight_formats=formats,
-        bits_per_weight=round(8 * weight_bytes / num_parameters, 2) if num_parameters else None,
+        bits_per_weight=round(8 * ranks * weight_bytes / num_parameters, 2) if num_parameters else None,
         has_weights=has_weights,
         kv_bytes_per_token=of_block // config.block_size,
         state_bytes_per_sequence=memory.state_bytes(model),
         context=context,
         window=model.longest_window,
-        memory_bytes=total,
+        memory_bytes=devices * total,
         kv_memory_bytes=num_blocks * of_block,
         kv_tokens=num_blocks * config.block_size,
         sequences=min(config.max_num_seqs, num_blocks // _blocks_per_sequence(config, model, context)),
@@ -229,10 +240,11 @@ def _memory_of(config: EngineConfig, device: str) -> int:
 def _kv_room(
     config: EngineConfig, model: ModelConfig, dtype: torch.dtype, device: str, total: int, weight_bytes: int
 ) -> int:
-    """Bytes for keys and values, as an engine chooses them; on a GPU it measures at its start what this estimates."""
+    """Bytes of a device for keys and values, as an engine chooses them; on a GPU it measures at its start what this
+    estimates."""
     states = memory.num_state_slots(config, model) * memory.state_bytes(model)
     if config.kv_cache_memory_bytes is not None:
-        return config.kv_cache_memory_bytes
+        return config.kv_cache_memory_bytes // (config.tensor_parallel_size if device == "cuda" else 1)
     if device == "cpu":
         return memory.share_of_host(total - weight_bytes - states)
     of_step = 2 * sum(_step_bytes(config, model, dtype))

@@ -110,6 +110,7 @@ def plan_steps(config: EngineConfig, gpu: Gpu) -> list[BucketPlan]:
     ops = _PlanOps(_NOWHERE, cuda_options(config, gpu))
     loaded = load_model(config, ops)
     steps = []
+    ops.sums = loaded.ranks > 1
     caches = without_memory(loaded.config, _NOWHERE)
     kinds = attention_kinds(loaded.config, loaded.dtype, float8_cache=config.float8_cache)
     limits = attention_limits(config, loaded.max_model_len)
@@ -126,6 +127,8 @@ class _PlanOps(CudaOps):
     """Operations that choose, note the choice in ``step``, and compute nothing."""
 
     step: BucketPlan
+    sums: bool = False
+    """Ranks add up what goes to the residual, in a kernel behind the product."""
     _heads: Tensor | None = None
     """heads of the attention before"""
 
@@ -152,7 +155,7 @@ class _PlanOps(CudaOps):
         self, x: Any, handle: CudaLinear, residual: Residual, batch: CudaBatch, norm: Norm | None = None
     ) -> None:
         name = "o" if x is self._heads else "down"
-        self._note(name, handle.exact(), residual.x, len(residual.x), None, None, add=norm is None)
+        self._note(name, handle.exact(), residual.x, len(residual.x), None, None, add=norm is None and not self.sums)
 
     def normed(self, residual: Residual, norm: Norm, batch: CudaBatch) -> Tensor:
         return torch.empty_like(residual.x)

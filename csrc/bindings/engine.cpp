@@ -61,8 +61,9 @@ OwnedStepLoop make_cuda_loop(const StepLoopConfig& config, const CudaDevice& dev
   GraphExecutor::Graphs all = executor_graphs(device, std::move(graphs), std::move(eager), cuda_stream);
   all.host_attention = std::move(host_workers);
   for (const auto& [other, its_staging, its_graphs, its_stream] : others) {
-    require(its_staging->follows() && its_graphs->buckets.size() == all.buckets.size() && host_blocks == 0 && !hybrid.any(),
-            "ranks follow the staging of the first, with as many buckets, and without a host pool");
+    require(its_staging->follows() && its_staging->mode() != StagingMode::kPageable &&
+                its_graphs->buckets.size() == all.buckets.size() && host_blocks == 0 && !hybrid.any(),
+            "ranks follow the pinned staging of the first, with as many buckets, and without a host pool");
     all.others.push_back({other, its_staging, executor_graphs(other, its_graphs, py::none(), its_stream)});
   }
   auto executor = std::make_unique<GraphExecutor>(device, std::move(staging), std::move(all), microseconds(poll_interval_us));

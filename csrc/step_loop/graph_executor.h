@@ -20,7 +20,8 @@ namespace asyncengine {
 //
 // Several devices run the same steps and wait for each other within them: the same input is launched on one after the
 // other, a step is over when it is over on all, and results are those of the first. A step that only some have launched
-// would wait for ever: they are released, and what they compute then counts for nothing.
+// would wait for ever: they are released, and what they compute then counts for nothing. Their staging is pinned: a copy
+// of plain memory would wait for a step that the next device has not launched.
 //
 // A launch that runs out of memory fails its step alone, if no device has begun it. Any other error of a call leaves open
 // what the devices will do, and ends the executor.

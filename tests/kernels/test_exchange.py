@@ -31,7 +31,7 @@ def made(ranks: int, rows: int = 4) -> list[Exchange]:
 
 
 def let_all_send(exchanges: list[Exchange], products: list[torch.Tensor]) -> None:
-    """What the ranks have sent when the first waits: their kernels run, and their counts of calls are put back."""
+    """Send the parts of all ranks before one waits: their kernels run, and their numbers of calls are put back."""
     kept = [exchange.calls.clone() for exchange in exchanges]
     for exchange in exchanges:
         exchange.together.zero_()

@@ -41,7 +41,7 @@ int64_t live_objects(const Engine& engine) {
 }  // namespace
 
 TEST(steps_on_several_devices_give_the_tokens_of_one) {
-  for (const StagingMode staging : {StagingMode::kPageable, StagingMode::kPinned, StagingMode::kMapped, StagingMode::kAhead}) {
+  for (const StagingMode staging : {StagingMode::kPinned, StagingMode::kMapped, StagingMode::kAhead}) {
     for (const int ranks : {2, 3}) {
       Engine engine(of_ranks(ranks, staging));
       submit_some(engine, 12);
