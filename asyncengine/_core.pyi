@@ -84,8 +84,7 @@ class RequestSpec:
     """A request (csrc/core/request_spec.inl). Sequence i of n samples with seed + i. A wrong count raises ValueError.
 
     delay_ns: it is served as if it had arrived so much later. reserved: it may use an eighth more than the queue's
-    limits. Tenants share slots and blocks; 0: none.
-    """
+    limits. Tenants share slots and blocks; 0: none."""
 
     def __init__(
         self, *, id: int = 0, prompt: Sequence[int] = (), n: int = 1, max_tokens: int = 0, priority: int = 0,
@@ -164,9 +163,7 @@ class StepBatch:
     def block_table(self, row: int, num_blocks: int) -> npt.NDArray[np.int32]:
         """The first num_blocks block ids of a row; how many there are, the caller knows from its length."""
 
-class CodeType(enum.Enum):
-    """Kinds of codes of a weight whose columns share scales in groups."""
-
+class CodeType(enum.Enum):  # of a weight whose columns share scales in groups
     int4 = 0
     int8 = 1
     float8 = 2
@@ -204,6 +201,14 @@ class CpuNorm:
     The weight of an RMS norm may be in float32, whatever the rows are in."""
 
     def __init__(self, weight: int, bias: int, eps: float, float_weight: bool = False) -> None: ...
+
+class CpuMixer:
+    """A mixer of kernels/states.py, by addresses (0: none) of memory that the caller keeps."""
+
+    def __init__(
+        self, delta: bool, shape: tuple[int, int, int, int], conv: tuple[int, int, int], heads: tuple[int, int, int],
+        norm: tuple[int, float], dt_range: tuple[float, float], norm_before_gate: bool, half_states: bool,
+    ) -> None: ...  # fmt: skip
 
 class PagedKV:
     """A layer's cache: k [num_blocks, Hk, head_dim, block_size], v [num_blocks, Hk, block_size, head_dim].
@@ -263,8 +268,11 @@ class CpuKernels:
         scale: float, window: int, softcap: float, sinks: int, /,
     ) -> None:  # fmt: skip
         """ValueError unless tokens are the batch's."""
-    def soft_cap(self, x: int, rows: int, width: int, cap: float, /) -> None:
-        """float32 x = cap * tanh(x / cap), in place."""
+    def mix(
+        self, dtype: Dtype, mixer: CpuMixer, x: int, x_stride: int, tokens: int, out: int, states: int,
+        slot_bytes: int, batch: StepBatch, /,
+    ) -> None: ...  # fmt: skip
+    def soft_cap(self, x: int, rows: int, width: int, cap: float, /) -> None: ...  # float32, in place
     def sample(self, logits: int, vocab: int, batch: StepBatch, tokens: int, /) -> None: ...
 
 # ---- block manager and scheduler, without their thread: for tests and bench/core ----
@@ -278,8 +286,7 @@ class HybridConfig:
     ) -> None: ...  # fmt: skip
     def gain(self, costs: StepCosts, rows: int, attended: int, /) -> float | None:
         """Share of throughput that the host adds to ``rows`` that see ``attended`` tokens in all; None: not known."""
-    ENOUGH_TOKENS: ClassVar[int]
-    """Attended to on the host: from then on their times tell more than what was measured beforehand."""
+    ENOUGH_TOKENS: ClassVar[int]  # attended to on the host: then their times tell more than those measured before
 
 class ItlTargets:
     """Nanoseconds that steps with decode rows may take, by priority, or 0 (csrc/core/itl_targets.inl)."""
@@ -423,8 +430,7 @@ class SubmitResult(enum.Enum):
 class StepLoopConfig:
     """Settings of a step loop (csrc/step_loop/step_loop_config.inl). A wrong count raises ValueError.
 
-    A step loop raises RuntimeError if disk_path cannot be used.
-    """
+    A step loop raises RuntimeError if disk_path cannot be used."""
 
     def __init__(
         self, *, scheduler: SchedulerConfig = ..., steps_in_flight: int = 2, max_queued_requests: int = 4096,
@@ -494,8 +500,7 @@ class Staging:
 class HostPool:
     """Pinned host memory for KV blocks.
 
-    Where the system does not pin all that is wanted, there are fewer. RuntimeError if not one transfer's are.
-    """
+    Where the system does not pin all that is wanted, there are fewer. RuntimeError if not one transfer's are."""
 
     transfers: ClassVar[int]
     def __init__(self, device: CudaDevice, block_bytes: int, num_blocks: int, max_moves: int) -> None: ...
@@ -574,8 +579,7 @@ def time_host_attention(
 ) -> float:  # fmt: skip
     """Nanoseconds of a worker per token of context in a layer, while all of them attend over rows of so many tokens.
 
-    They lie in blocks of ``pool``, which nobody uses yet, if these have ``num_layers``; else in memory of one layer.
-    """
+    They lie in blocks of ``pool``, which nobody uses yet, if these have ``num_layers``; else in memory of one layer."""
 
 class CudaGraphs:
     """Executable graphs by bucket. Whoever captured them keeps the originals, which own the memory."""
@@ -588,8 +592,7 @@ class CudaGraphs:
         """Ascending: a step takes the first that fits; a max_context of 2**31 - 1 is any.
 
         variants: (Need bits, captured graph or 0 if all run eagerly), the cheapest first. A step takes the first that
-        serves its needs. ValueError unless the last one serves the needs of all.
-        """
+        serves its needs. ValueError unless the last one serves the needs of all."""
     def set_copy_blocks(self, graph: int) -> None:
         """Set the graph that runs before a step that has block copies."""
     def set_host_pool(self, pool: HostPool, moves: Sequence[int]) -> None:
@@ -671,8 +674,7 @@ class BlockMap(NamedTuple):
     """The KV blocks in order, in cells of ``blocks_per_cell``, at most 1,024 cells.
 
     A byte says how many blocks of its cell one sequence holds (``held``), several hold (``shared``), or the prefix
-    cache alone holds (``cached``): 0 to 255 for none to all. The rest is free.
-    """
+    cache alone holds (``cached``): 0 to 255 for none to all. The rest is free."""
 
     blocks_per_cell: int = 1
     held: bytes = b""
@@ -731,8 +733,7 @@ class StepLoop:
     def drain(self) -> tuple[list[SequenceNews], bool]:
         """Return all news that is ready, one entry per sequence with news, and whether the engine is alive.
 
-        Raises MemoryError only if there is no memory for any entry; what it did not return comes with the next wake-up.
-        """
+        Raises MemoryError only if there is no memory for any entry; the rest comes with the next wake-up."""
     def take_step_error(self) -> str:
         """Return why steps failed whose requests drain() gave with step_failed since the last call, one line each."""
     def stats(self) -> dict[str, int]:

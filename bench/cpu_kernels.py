@@ -1,4 +1,4 @@
-"""CPU kernels beside torch's: ``python -m bench.cpu_kernels [linear] [attention] [sample]``.
+"""CPU kernels beside torch's: ``python -m bench.cpu_kernels [linear] [attention] [sample] [mixers]``.
 
 Prints one JSON object per line. Each comparison interleaves its sides and takes the median of the
 repeats. Weights are spread over more copies than the caches hold, so that every call reads them from
@@ -18,11 +18,16 @@ from typing import TypeVar
 
 import torch
 import torch.nn.functional as F
+from transformers.models.mamba2.modeling_mamba2 import mamba2_chunk_scan
+from transformers.models.qwen3_next.modeling_qwen3_next import torch_chunk_gated_delta_rule
 
 from asyncengine import _core
+from asyncengine.kernels.cpu import recurrent
 from asyncengine.kernels.cpu.ops import CpuOps
-from asyncengine.kernels.ops import AttentionCall, AttentionLayer, LayerKVCache
+from asyncengine.kernels.ops import AttentionCall, AttentionLayer, LayerKVCache, LayerStates
+from asyncengine.kernels.states import DeltaNet, Mamba2, ShortConv
 from asyncengine.kernels.weight import dense
+from asyncengine.models.mixer_shapes import Delta, StateSpace
 
 T = TypeVar("T")
 
@@ -140,9 +145,67 @@ def bench_sample(ops: CpuOps, repeats: int) -> Iterator[dict[str, object]]:
         yield {"bench": "sample", "vocab": 150_000, "case": name, "ours_us": round(time_s * 1e6, 1)}
 
 
+def _mamba2() -> tuple[Mamba2, StateSpace]:
+    """Mixer of Nemotron 3 Nano."""
+    shape = StateSpace(64, 64, 128, 8, 4, 1e-5)
+    conv = ShortConv(torch.randn(4, shape.channels), torch.randn(shape.channels), silu=True)
+    heads = [torch.randn(64) for _ in range(2)]
+    norm = torch.ones(shape.inner)
+    return Mamba2(conv, -torch.rand(64), *heads, 64, 128, 8, (0.0, float("inf")), norm, 1e-5), shape
+
+
+def _delta_net() -> tuple[DeltaNet, Delta]:
+    """Mixer of Qwen3.5-35B-A3B."""
+    shape = Delta(16, 32, 128, 128, 4)
+    conv = ShortConv(torch.randn(4, shape.channels), silu=True)
+    return DeltaNet(conv, -torch.rand(32), torch.randn(32), 16, 128, 128, torch.ones(128), 1e-6), shape
+
+
+def bench_mixers(ops: CpuOps, repeats: int) -> Iterator[dict[str, object]]:
+    """Steps of rows of one token and prompts, beside the recurrence in torch and the chunked one of transformers."""
+    for name, (mixer, shape) in {"mamba2": _mamba2(), "delta_net": _delta_net()}.items():
+        for rows, tokens in ((1, 1), (16, 1), (1, 64), (1, 512)):
+            cache = LayerStates(torch.zeros(rows, shape.spec.num_bytes, dtype=torch.uint8))
+            x = torch.randn(rows * tokens, mixer.width).bfloat16()
+            starts = [tokens * row for row in range(rows + 1)]
+            zeros = [0] * len(x)
+            batch = _core.StepBatch(zeros, zeros, zeros, starts, [0] * rows, [[0]] * rows, [])
+            batch.slots[:] = range(rows)
+            run = ops.mamba2 if isinstance(mixer, Mamba2) else ops.delta_net
+            plain = recurrent.mamba2 if isinstance(mixer, Mamba2) else recurrent.delta_net
+            sides: dict[str, Callable[[], object]] = {
+                "ours": partial(run, x, mixer, cache, batch),  # type: ignore[arg-type]
+                "torch": partial(plain, x, mixer, cache, batch),  # type: ignore[arg-type]
+            }
+            if tokens > 1:
+                sides["transformers"] = partial(_chunked, mixer, x[:tokens].float())
+            times = interleave(sides, repeats)
+            yield {"bench": "mixers", "mixer": name, "rows": rows, "tokens": tokens} | {
+                f"{side}_us": round(seconds * 1e6, 1) for side, seconds in times.items()
+            }
+
+
+def _chunked(mixer: Mamba2 | DeltaNet, x: torch.Tensor) -> object:
+    """The recurrence alone, without convolution, gate and norm, as transformers computes it in chunks."""
+    tokens, heads = len(x), len(mixer.decay)
+    rest = x[:, :heads].sigmoid()[None]
+    if isinstance(mixer, Mamba2):
+        values = x[:, : mixer.inner].view(1, tokens, heads, mixer.head_dim)
+        keys = x[:, : mixer.groups * mixer.state_size].view(1, tokens, mixer.groups, mixer.state_size)
+        return mamba2_chunk_scan(
+            values, rest, mixer.decay, keys, keys, 256, D=mixer.skip, dt_bias=mixer.dt_bias, dt_softplus=True,
+            return_final_states=True,
+        )  # fmt: skip
+    values = x[:, : mixer.inner].view(1, tokens, heads, mixer.value_dim)
+    keys = x[:, : mixer.key_heads * mixer.key_dim].view(1, tokens, mixer.key_heads, mixer.key_dim)
+    return torch_chunk_gated_delta_rule(
+        keys, keys, values, rest * mixer.decay, rest, output_final_state=True, use_qk_l2norm_in_kernel=True
+    )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("what", nargs="*", help="linear, attention, sample (default: all)")
+    parser.add_argument("what", nargs="*", help="linear, attention, sample, mixers (default: all)")
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--isa", default="auto")
     parser.add_argument("--repeats", type=int, default=7)
@@ -152,11 +215,12 @@ def main() -> None:
     torch.set_num_threads(args.threads)
     ops = CpuOps(args.threads, args.isa)
     print(json.dumps({"isa": ops.isa, "threads": args.threads, "torch": torch.__version__}))
-    what = args.what or ["linear", "attention", "sample"]
+    what = args.what or ["linear", "attention", "sample", "mixers"]
     benches = {
         "linear": lambda: bench_linear(ops, args.repeats, args.batch, args.shape),
         "attention": lambda: bench_attention(ops, args.repeats),
         "sample": lambda: bench_sample(ops, args.repeats),
+        "mixers": lambda: bench_mixers(ops, args.repeats),
     }
     for name in what:
         for row in benches[name]():

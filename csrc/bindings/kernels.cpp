@@ -1,6 +1,8 @@
 // CPU kernels and the step batch they read.
 #include "bindings/bindings.h"
 
+#include <array>
+#include <tuple>
 #include <algorithm>
 #include <bit>
 #include <memory>
@@ -135,6 +137,33 @@ std::shared_ptr<CpuExperts> make_experts(const std::vector<std::shared_ptr<CpuLi
   return experts;
 }
 
+CpuMixer make_mixer(bool delta, const std::array<int64_t, 4>& shape, const std::tuple<Address, Address, int64_t>& conv,
+                    const std::array<Address, 3>& heads, const std::tuple<Address, float>& norm,
+                    const std::array<float, 2>& dt_range, bool norm_before_gate, bool half_states) {
+  const auto [num_heads, groups, dim, size] = shape;
+  const auto [conv_weight, conv_bias, conv_size] = conv;
+  require(num_heads >= 1 && groups >= 1 && dim >= 1 && size >= 1, "sizes of a mixer must be at least 1");
+  require(num_heads % groups == 0, "the groups must divide the heads");
+  require(conv_size >= 2, "a convolution must be over at least 2 tokens");
+  return {.delta = delta,
+          .heads = num_heads,
+          .groups = groups,
+          .dim = dim,
+          .size = size,
+          .conv_size = conv_size,
+          .conv_weight = pointer<const float>(conv_weight),
+          .conv_bias = pointer<const float>(conv_bias),
+          .decay = pointer<const float>(heads[0]),
+          .dt_bias = pointer<const float>(heads[1]),
+          .skip = pointer<const float>(heads[2]),
+          .norm = pointer<const float>(std::get<0>(norm)),
+          .dt_low = dt_range[0],
+          .dt_high = dt_range[1],
+          .eps = std::get<1>(norm),
+          .norm_before_gate = norm_before_gate,
+          .half_states = half_states};
+}
+
 void bind_step_batch(py::module_& m) {
   py::class_<StepBatch, std::shared_ptr<StepBatch>>(m, "StepBatch")
       .def(py::init(&make_step_batch), py::arg("input_ids"), py::arg("positions"), py::arg("slot_mapping"), py::arg("query_start"),
@@ -223,6 +252,10 @@ void bind_cpu_kernels(py::module_& m) {
              return CpuNorm{pointer(weight), pointer(bias), eps, float_weight};
            }),
            py::arg("weight"), py::arg("bias"), py::arg("eps"), py::arg("float_weight") = false);
+
+  py::class_<CpuMixer>(m, "CpuMixer")
+      .def(py::init(&make_mixer), py::arg("delta"), py::arg("shape"), py::arg("conv"), py::arg("heads"), py::arg("norm"),
+           py::arg("dt_range"), py::arg("norm_before_gate"), py::arg("half_states"));
 
   py::class_<PagedKV>(m, "PagedKV")
       .def(py::init([](Address k, Address v, int64_t num_kv_heads, int64_t head_dim, int64_t block_size, Address scales) {
@@ -320,6 +353,15 @@ void bind_cpu_kernels(py::module_& m) {
             require(tokens == batch.num_tokens, "heads must be of the batch's tokens");
             self.attention(dtype, pointer(heads), num_q_heads, pointer(out), cache, batch, scale, window, softcap,
                            pointer<const float>(sinks));
+          },
+          NoGil())
+      .def(
+          "mix",
+          [](CpuKernels& self, Dtype dtype, const CpuMixer& mixer, Address x, int64_t x_stride, int64_t tokens, Address out,
+             Address states, int64_t slot_bytes, const StepBatch& batch) {
+            require(tokens == batch.num_tokens, "x must be of the batch's tokens");
+            require(slot_bytes == mixer.state_bytes(), "states must be those of the mixer");
+            self.mix(dtype, mixer, pointer(x), x_stride, pointer(out), pointer<std::byte>(states), slot_bytes, batch);
           },
           NoGil())
       .def(

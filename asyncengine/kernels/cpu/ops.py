@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from asyncengine._core import ActivationFunction, CpuExperts, CpuKernels, CpuNorm, Dtype, PagedKV, StepBatch
-from asyncengine.kernels.cpu.base import BaseOps, PrefillAttention, Residual
+from asyncengine.kernels.cpu.base import PrefillAttention, Residual
 from asyncengine.kernels.cpu.checks import check, check_heads, check_rows, native_dtype
 from asyncengine.kernels.cpu.linear.formats.base import Native
 from asyncengine.kernels.cpu.linear.formats.dense import Dense
@@ -22,6 +22,7 @@ from asyncengine.kernels.cpu.linear.formats.registry import format_of
 from asyncengine.kernels.cpu.linear.handle import CpuLinearHandle, NativeExperts, UnpackedHandle
 from asyncengine.kernels.cpu.linear.panels import Panels
 from asyncengine.kernels.cpu.memory import Result, ResultPool
+from asyncengine.kernels.cpu.mixers import MixerOps
 from asyncengine.kernels.float8 import FLOAT8
 from asyncengine.kernels.ops import (
     Activation,
@@ -59,7 +60,7 @@ class _Cache:
     attended: Result | None = None
 
 
-class CpuOps(BaseOps[CpuLinearHandle | UnpackedHandle]):
+class CpuOps(MixerOps[CpuLinearHandle | UnpackedHandle]):
     """One thread pool and its scratch memory; not for two threads at the same time.
 
     Tensors are float32 or bfloat16, all of one call in the same dtype, their last axis contiguous.
@@ -77,6 +78,7 @@ class CpuOps(BaseOps[CpuLinearHandle | UnpackedHandle]):
         super().__init__(prefill_attention, fast_prefill=fast_prefill)
         self._native = CpuKernels(num_threads, isa)
         self._caches: dict[int, _Cache] = {}  # by the id of the keys
+        self._mixers = {}
         self._results = ResultPool()
         self._shared: dict[tuple[str, int, torch.dtype], Result] = {}
         # The results that a model received last and hands back next, and the parts of its residual: they need no

@@ -11,6 +11,9 @@
 
 namespace asyncengine {
 
+struct MixerTask;
+struct MixerRow;
+
 enum class Dtype : int { kFloat32 = 0, kBFloat16 = 1 };
 
 struct BFloat16 {
@@ -199,6 +202,12 @@ struct CpuIsa {
   // Folds the partials of one (query token, head), stored `stride` floats apart, and writes its out.
   void (*combine)(Dtype, const AttentionTask&, int64_t token, int64_t head, const float* partials, int64_t count, int64_t stride,
                   float* scratch);
+
+  // Parts of CpuKernels::mix (mixer.inl): of tokens of a row, of a row, of one of its heads, of tokens of a step.
+  void (*mix_tokens)(Dtype, const MixerTask&, const MixerRow&, int64_t token_begin, int64_t token_end);
+  void (*keep_inputs)(Dtype, const MixerTask&, const MixerRow&);
+  void (*scan_head)(const MixerTask&, const MixerRow&, int64_t head);
+  void (*finish_tokens)(Dtype, const MixerTask&, int64_t token_begin, int64_t token_end);
 
   LogitStats (*logit_stats)(const float* logits, int64_t count);
   // mass[i] = exp((logits[i] - max) / temperature)

@@ -9,6 +9,7 @@
 
 #include "platform/cpu/codes.inl"
 #include "platform/cpu/rows.inl"
+#include "platform/cpu/mixer.inl"
 #include "platform/cpu/sampling.inl"
 
 namespace asyncengine {
@@ -28,6 +29,10 @@ constexpr CpuIsa make_isa(const char* name) {
       .quantize = isa_quantize,
       .attend = isa_attend,
       .combine = isa_combine,
+      .mix_tokens = isa_mix_tokens,
+      .keep_inputs = isa_keep_inputs,
+      .scan_head = isa_scan_head,
+      .finish_tokens = isa_finish_tokens,
       .logit_stats = isa_logit_stats,
       .sampling_mass = isa_sampling_mass,
       .block_sums = isa_block_sums,

@@ -13,6 +13,7 @@
 #include "core/step_batch.h"
 #include "platform/cpu/blocks.h"
 #include "platform/cpu/isa.h"
+#include "platform/cpu/mixer.h"
 #include "platform/cpu/sampler.h"
 #include "platform/cpu/thread_pool.h"
 #include "platform/cpu/tiling.h"
@@ -123,6 +124,9 @@ class CpuKernels {
   // store_kv and paged_attention of all rows: heads [tokens, num_q_heads + 2 * num_kv_heads, head_dim], contiguous.
   void attention(Dtype dtype, const void* heads, int64_t num_q_heads, void* out, const PagedKV& cache, const StepBatch& batch,
                  float scale, int64_t window, float softcap = 0.f, const float* sinks = nullptr);
+  // out [tokens, inner] = the mixer's result for x [tokens, width]; it renews the states [slots, slot_bytes] of the rows.
+  void mix(Dtype dtype, const CpuMixer& mixer, const void* x, int64_t x_stride, void* out, std::byte* states, int64_t slot_bytes,
+           const StepBatch& batch);
   // x [rows, width] = cap * tanh(x / cap), in place.
   void soft_cap(float* x, int64_t rows, int64_t width, float cap);
   // logits [num_samples, vocab] float32 -> tokens [num_samples], and the records that samples want; see CpuSampler. To be
@@ -137,6 +141,10 @@ class CpuKernels {
     int64_t partials;  // offset into partials_, in floats
   };
 
+  struct MixerItem {  // tokens of a row
+    int32_t row;
+    int64_t begin, end;
+  };
   struct TokenRange {
     int64_t begin, end;
   };
@@ -190,7 +198,9 @@ class CpuKernels {
   const CpuIsa& isa_;
   const BlockKernels& block_kernels_;
   ThreadPool pool_;
-  ScratchBuffer normed_, packed_x_, arranged_;
+  ScratchBuffer normed_, packed_x_, arranged_, mixed_;
+  std::vector<MixerRow> mixer_rows_;
+  std::vector<MixerItem> mixer_items_;
   std::vector<ScratchBuffer> thread_scratch_;
   CpuSampler sampler_;
   std::vector<PlannedItem> items_;
