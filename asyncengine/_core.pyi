@@ -302,7 +302,7 @@ class SchedulerConfig:
         token_buckets: Sequence[int] = (), max_samples: int = 0, max_update_words: int = 0, max_result_words: int = 0,
         mask_words: int = 0, num_host_blocks: int = 0, costs: StepCosts = ..., targets: ItlTargets = ...,
         paced_chunk_size: int = 0, hybrid: HybridConfig = ..., window: int = 0, num_state_slots: int = 0,
-        num_block_events: int = 0,
+        state_snapshot_tokens: int = 0, answer_snapshot_tokens: int = 256, num_block_events: int = 0,
     ) -> None: ...  # fmt: skip
 
 class CostPoint:

@@ -149,9 +149,8 @@ def _mamba2() -> tuple[Mamba2, StateSpace]:
     """Mixer of Nemotron 3 Nano."""
     shape = StateSpace(64, 64, 128, 8, 4, 1e-5)
     conv = ShortConv(torch.randn(4, shape.channels), torch.randn(shape.channels), silu=True)
-    heads = [torch.randn(64) for _ in range(2)]
-    norm = torch.ones(shape.inner)
-    return Mamba2(conv, -torch.rand(64), *heads, 64, 128, 8, (0.0, float("inf")), norm, 1e-5), shape
+    skip, dt_bias, norm = torch.randn(64), torch.randn(64), torch.ones(shape.inner)
+    return Mamba2(conv, -torch.rand(64), skip, dt_bias, 64, 128, 8, (0.0, float("inf")), norm, 1e-5), shape
 
 
 def _delta_net() -> tuple[DeltaNet, Delta]:
@@ -163,7 +162,8 @@ def _delta_net() -> tuple[DeltaNet, Delta]:
 
 def bench_mixers(ops: CpuOps, repeats: int) -> Iterator[dict[str, object]]:
     """Steps of rows of one token and prompts, beside the recurrence in torch and the chunked one of transformers."""
-    for name, (mixer, shape) in {"mamba2": _mamba2(), "delta_net": _delta_net()}.items():
+    made: dict[str, tuple[Mamba2 | DeltaNet, Delta | StateSpace]] = {"mamba2": _mamba2(), "delta_net": _delta_net()}
+    for name, (mixer, shape) in made.items():
         for rows, tokens in ((1, 1), (16, 1), (1, 64), (1, 512)):
             cache = LayerStates(torch.zeros(rows, shape.spec.num_bytes, dtype=torch.uint8))
             x = torch.randn(rows * tokens, mixer.width).bfloat16()

@@ -135,6 +135,7 @@ def scheduler_config(
         hybrid=hybrid_config(config, model_info, costs),
         window=model_info.window,
         num_state_slots=model_info.num_state_slots,
+        state_snapshot_tokens=-(-config.state_snapshot_tokens // config.block_size) * config.block_size,
         num_block_events=_block_events(model_info) if config.kv_events else 0,
     )
 

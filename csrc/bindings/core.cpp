@@ -43,6 +43,9 @@ void check_config(const SchedulerConfig& c) {
   require(c.window >= 0, "window must not be negative");
   require(c.num_block_events >= 0, "num_block_events must not be negative");
   require(c.num_state_slots == 0 || c.num_state_slots >= c.max_num_seqs, "num_state_slots must be 0, or max_num_seqs at least");
+  require(c.state_snapshot_tokens >= 0 && c.state_snapshot_tokens % c.block_size == 0,
+          "state_snapshot_tokens must be a multiple of block_size");
+  require(c.answer_snapshot_tokens >= 1, "answer_snapshot_tokens must be at least 1");
   require(c.num_state_slots == 0 || !c.hybrid.any(), "sequences with a state do not decode on the host");
 }
 

@@ -157,13 +157,25 @@ void Scheduler::schedule(StepPlan& plan, int64_t now_ns) {
   }
   if (!reserve(slot, slot.computed + 1, plan)) return false;
   add_row(slot, 1, /*from_device=*/true, plan);
+  if (roster_.states().any()) [[unlikely]] {
+    save_answer(slot, slot.computed - 1, plan);
+  }
   return true;
+}
+
+// A step that decodes from here on copies the state that the next turn may begin with.
+void Scheduler::save_answer(const Slot& slot, int32_t position, StepPlan& plan) {
+  const bool wanted =
+      config_.prefix_caching && position % config_.answer_snapshot_tokens == 0 && position % config_.block_size == 0;
+  if (wanted && !has_snapshot(slot, position)) save_state(slot, position, /*for_siblings=*/false, plan);
 }
 
 bool Scheduler::add_decode_extras(Slot& slot, StepPlan& plan) {
   const int32_t count = std::min<int32_t>(slot.step_tokens, slot.max_total - slot.total());
-  if (!reserve(slot, slot.computed + count, plan)) return false;
+  const int32_t begin = slot.computed;
+  if (!reserve(slot, begin + count, plan)) return false;
   add_row(slot, count, /*from_device=*/true, plan);
+  if (roster_.states().any()) save_answer(slot, begin, plan);
   return true;
 }
 
@@ -226,7 +238,9 @@ void Scheduler::schedule_prefills(StepPlan& plan) {
     if (slot.state != SequenceState::kRunning || !slot.wants_more() || slot.decodes() || extras_.waits_for_mask(slot)) continue;
     if (!pace_.has_time(slot.computed, plan)) continue;
     const int32_t begin = slot.computed;
-    const bool saves = roster_.states().any() && begin == snapshot_position(slot), for_siblings = saves && forks(slot);
+    const bool ends_prefix = roster_.states().any() && begin == snapshot_position(slot, begin);
+    const bool for_siblings = ends_prefix && begin == prefix_end(slot) && forks(slot);
+    const bool saves = for_siblings || (ends_prefix && begin > 0 && !has_snapshot(slot, begin));
     if (add_chunk(slot, plan) && saves) save_state(slot, begin, for_siblings, plan);
   }
 }
@@ -252,7 +266,7 @@ int32_t Scheduler::prefill_chunk(const Slot& slot, const StepPlan& plan) {
                        slot.computed;
   chunk = std::max<int64_t>(1, std::min(chunk, room));
   if (roster_.states().any()) {  // a chunk ends where a snapshot is to be taken
-    const int32_t until = snapshot_position(slot) - slot.computed;
+    const int32_t until = snapshot_position(slot, slot.computed + 1) - slot.computed;
     if (until > 0) chunk = std::min<int64_t>(chunk, until);
   }
   if (pace_.decides()) chunk = pace_.chunk(slot.computed, static_cast<int32_t>(chunk), plan);
@@ -265,10 +279,19 @@ int32_t Scheduler::prefill_chunk(const Slot& slot, const StepPlan& plan) {
 }
 
 // The end of the whole blocks before the last token that is known: as far as others with the same beginning, or siblings, may
-// share it. -1: nobody may.
-int32_t Scheduler::snapshot_position(const Slot& slot) const {
-  if (!config_.prefix_caching && !forks(slot)) return -1;
-  return (slot.total() - 1) / config_.block_size * config_.block_size;
+// share it.
+int32_t Scheduler::prefix_end(const Slot& slot) const { return (slot.total() - 1) / config_.block_size * config_.block_size; }
+
+// The first position of a prompt, at or behind `from`, at which a snapshot is to be taken; -1: there is none.
+int32_t Scheduler::snapshot_position(const Slot& slot, int32_t from) const {
+  const int32_t end = prefix_end(slot), interval = config_.prefix_caching ? config_.state_snapshot_tokens : 0;
+  if (from > end || (!config_.prefix_caching && !forks(slot))) return -1;
+  return interval > 0 ? std::min(end, (std::max(from, 1) + interval - 1) / interval * interval) : end;
+}
+
+// A prompt with the same beginning finds one there already.
+bool Scheduler::has_snapshot(const Slot& slot, int32_t position) const {
+  return slot.published_end == position && roster_.states().find(slot.chain) >= 0;
 }
 
 // Siblings are going to begin with its prompt.
@@ -295,9 +318,17 @@ void Scheduler::settle_saved(const StepPlan& plan, bool computed) {
     const Slot& slot = roster_.slot(saved.slot);
     if (computed && config_.prefix_caching && slot.alive() && slot.published_end == saved.position) {
       roster_.states().enter(saved.state, slot.chain);
+      if (saved.position > slot.sequence->request->prompt_len) keep_newest(*slot.sequence, saved.state, slot.chain);
     }
     roster_.states().unpin(saved.state);
   }
+}
+
+// An answer keeps the snapshot that was taken last, with which the next turn begins.
+void Scheduler::keep_newest(Sequence& sequence, int32_t state, uint64_t chain) {
+  if (roster_.states().find(chain) != state) return;  // another has it already
+  if (sequence.answer_chain != 0) roster_.states().forget(sequence.answer_chain);
+  sequence.answer_chain = chain;
 }
 
 // Blocks that positions [computed, num_tokens) of the sequence need: for new entries, and for copies of shared ones.

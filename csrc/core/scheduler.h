@@ -104,9 +104,13 @@ class Scheduler {
   bool add_decode_extras(Slot& slot, StepPlan& plan);
   bool add_chunk(Slot& slot, StepPlan& plan);
   int32_t prefill_chunk(const Slot& slot, const StepPlan& plan);
-  int32_t snapshot_position(const Slot& slot) const;
+  int32_t snapshot_position(const Slot& slot, int32_t from) const;
+  int32_t prefix_end(const Slot& slot) const;
+  void keep_newest(Sequence& sequence, int32_t state, uint64_t chain);
+  bool has_snapshot(const Slot& slot, int32_t position) const;
   bool forks(const Slot& slot) const;
   void save_state(const Slot& slot, int32_t position, bool for_siblings, StepPlan& plan);
+  void save_answer(const Slot& slot, int32_t position, StepPlan& plan);
   void settle_saved(const StepPlan& plan, bool computed);
   void add_row(Slot& slot, int32_t query_len, bool from_device, StepPlan& plan);
   bool reserve(Slot& slot, int32_t num_tokens, StepPlan& plan) {

@@ -22,4 +22,8 @@ FIELD(HybridConfig, hybrid, {})      // needs host blocks
 FIELD(int32_t, window, 0)  // tokens that the layers with keys and values see, the most that one does; 0: one sees all
 // State slots of layers that keep a state: one for each slot, and behind them those of snapshots. 0: no layer keeps one.
 FIELD(int32_t, num_state_slots, 0)
+// Tokens between the snapshots of a prompt's states, a multiple of block_size; 0: there is one at its end alone.
+FIELD(int32_t, state_snapshot_tokens, 0)
+// And of an answer's, of which the newest is kept: the next turn computes fewer tokens of it again.
+FIELD(int32_t, answer_snapshot_tokens, 256)
 FIELD(int32_t, num_block_events, 0)  // changes of the prefix cache that wait for a reader at most; 0: none is recorded

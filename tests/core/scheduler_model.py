@@ -56,6 +56,8 @@ class CheckedScheduler(TenantModel, HybridModel):
                 hybrid=_core.HybridConfig(lanes=limits.lanes, layers=limits.layers, job_timeout_ns=JOB_TIMEOUT),
                 window=limits.window,
                 num_state_slots=0 if limits.snapshots is None else limits.max_num_seqs + limits.snapshots,
+                state_snapshot_tokens=BLOCK_SIZE,
+                answer_snapshot_tokens=BLOCK_SIZE,
             ),
             limits.steps_in_flight,
         )
@@ -86,8 +88,7 @@ class CheckedScheduler(TenantModel, HybridModel):
         tenant: int = 0,
         priority: int = 0,
     ) -> int:
-        self.operations += 1
-        self.next_id += 1
+        self.operations, self.next_id = self.operations + 1, self.next_id + 1
         terms = {"tenant": tenant, "priority": priority}
         spec = _core.RequestSpec(
             id=self.next_id, prompt=prompt, n=n, max_tokens=max_tokens, stop_tokens=stop_tokens, salt=salt, **terms

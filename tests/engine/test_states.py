@@ -101,6 +101,7 @@ MACHINERY = {
     "little room, no prefix cache": {"num_kv_blocks": 12, "max_model_len": 192, "enable_prefix_caching": False},
     "host tier": {"num_kv_blocks": 12, "max_model_len": 192, "host_kv_memory_bytes": 1 << 22},
     "one slot": {"max_num_seqs": 1},
+    "snapshots within prompts": {"state_snapshot_tokens": 16, "max_num_batched_tokens": 64},
 }
 
 
@@ -155,6 +156,40 @@ def test_a_hit_reaches_as_far_as_a_snapshot(paths):
             assert longer.token_ids == (await engine.generate([*prompt, *first.token_ids], greedy(40))).token_ids
 
     asyncio.run(main())
+
+
+def test_the_next_turn_begins_at_the_newest_snapshot_of_the_answer(paths):
+    """An answer keeps the snapshot of its last 256th token, and not the one before."""
+    prompt = [3 * i % tiny.VOCAB_SIZE for i in range(250)]
+
+    async def main() -> None:
+        async with engine_of(paths["full"], max_model_len=512) as engine, testing.no_leaks(engine):
+            first = await engine.generate(prompt[:100], greedy(290))
+            await engine.generate(prompt, greedy(10))
+            turn = [*prompt[:100], *first.token_ids, 5, 6, 7]
+            second = await engine.generate(turn, greedy(4))
+            assert second.usage.cached_tokens == 256
+            assert engine._life.loaded().step_loop.stats()["cached_snapshots"] == 4  # of an answer's, only the newest
+            other = await engine.generate(turn, greedy(4), cache_salt="another")
+            assert (other.usage.cached_tokens, other.token_ids) == (0, second.token_ids)
+
+    asyncio.run(main())
+
+
+def test_long_prompts_keep_snapshots_within(paths):
+    prompt = [3 * i % tiny.VOCAB_SIZE for i in range(150)]
+
+    async def main() -> None:
+        async with engine_of(paths["full"], state_snapshot_tokens=40) as engine, testing.no_leaks(engine):
+            await engine.generate(prompt, greedy(1))
+            shared = await engine.generate([*prompt[:100], 1, 2, 3], greedy(9))
+            assert shared.usage.cached_tokens == 96  # 40 tokens are 48 in whole blocks
+            other = await engine.generate([*prompt[:100], 1, 2, 3], greedy(9), cache_salt="another")
+            assert other.token_ids == shared.token_ids
+
+    asyncio.run(main())
+    with pytest.raises(ConfigError, match="state_snapshot_tokens must be in"):
+        EngineConfig.from_kwargs("m", {"state_snapshot_tokens": -1})
 
 
 def test_siblings_begin_with_a_copy(paths):

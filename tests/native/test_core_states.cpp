@@ -142,6 +142,8 @@ void run_loop(const Options& options, int32_t num_snapshots, unsigned seed) {
   StateModel model(options, num_states);
   StepLoopConfig config = options.loop();
   config.scheduler.num_state_slots = num_states;
+  config.scheduler.state_snapshot_tokens = 2 * options.block_size;
+  config.scheduler.answer_snapshot_tokens = options.block_size;
   const CallbackExecutor::BlockRegion region{reinterpret_cast<std::byte*>(model.states.data()), model.words * sizeof(int32_t)};
   auto executor = std::make_unique<CallbackExecutor>(
       StepLoop::limits(config), options.max_model_len / options.block_size + 1, options.block_size, options.steps_in_flight,
