@@ -84,9 +84,11 @@ MACHINERY: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_outputs_do_not_depend_on_the_machinery(dtype: str) -> None:
-    """Bit for bit: what is stored of a token depends on that token alone. n > 1 copies blocks."""
+@pytest.mark.parametrize(("dtype", "half"), [("float32", 0), ("bfloat16", 1)])
+def test_outputs_do_not_depend_on_the_machinery(dtype: str, half: int) -> None:
+    """Bit for bit: what is stored of a token depends on that token alone. n > 1 copies blocks.
+
+    Each type gets every other setting: the machinery does not know the type."""
     one, two = stories(2)
     ways: list[dict[str, Any]] = [
         {"temperature": 0}, {"temperature": 1.0, "seed": 7, "n": 3}, {"temperature": 1.3, "top_p": 0.8, "seed": 9},
@@ -96,7 +98,7 @@ def test_outputs_do_not_depend_on_the_machinery(dtype: str) -> None:
         (prompt, SamplingParams(max_tokens=12, ignore_eos=True, **ways[i % 3])) for i, prompt in enumerate(prompts * 2)
     ]
     expected, _ = run(jobs, alone=True, dtype=dtype)
-    for name, config in MACHINERY.items():
+    for name, config in list(MACHINERY.items())[half::2]:
         outputs, _ = run(jobs, dtype=dtype, **config)
         assert outputs == expected, name
     outputs, stats = run(jobs, dtype=dtype, num_kv_blocks=12)
