@@ -177,8 +177,7 @@ void finish_token(const MixerTask& task, int64_t token) {
         store_elements(y + i, load_elements(y + i, n) * silu(load_elements(gate + i, n)), n);
       });
     }
-    const float scale =
-        mixer.norm == nullptr ? 1.f : 1.f / sqrtf(sum_of_squares(y, width) / static_cast<float>(width) + mixer.eps);
+    const float scale = mixer.norm == nullptr ? 1.f : 1.f / sqrtf(sum_of_squares(y, width) / static_cast<float>(width) + mixer.eps);
     const float* weight = mixer.norm == nullptr || mixer.delta ? mixer.norm : mixer.norm + part * width;
     for_each_vector(width, [&](int64_t i, int64_t n) __attribute__((always_inline)) {
       Vec v = load_elements(y + i, n);
