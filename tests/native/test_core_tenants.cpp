@@ -208,7 +208,7 @@ TEST(results_are_the_same_whoever_gives_way) {
       options.steps_in_flight = depth;
       options.num_blocks = depth == 2 ? 24 : 100;
       options.num_host_blocks = host_blocks;
-      options.latency = 200us;  // requests come faster than they end, however busy the machine is
+      options.latency = 600us;  // requests come faster than they end, however busy the machine is
       Engine engine(options);
       std::mt19937 rng(static_cast<unsigned>(depth));
       for (int i = 0; i < 200; ++i) {
