@@ -169,7 +169,9 @@ def describe_model(config: EngineConfig, device: str, memory_bytes: int | None =
     total = _memory_of(config, device) if memory_bytes is None else memory_bytes
     devices = ranks if device == "cuda" else 1
     room = devices * _kv_room(config, model, dtype, device, total, ranks // devices * weight_bytes)
-    num_blocks = config.num_kv_blocks or (room // of_block if of_block else 0)
+    per_sequence = _blocks_per_sequence(config, model, context)
+    # Blocks that hold nothing only count tokens: there are all that sequences can use.
+    num_blocks = config.num_kv_blocks or (room // of_block if of_block else config.max_num_seqs * per_sequence)
     return ModelReport(
         model=config.model,
         way="transformers" if model.foreign else "native",
@@ -192,7 +194,7 @@ def describe_model(config: EngineConfig, device: str, memory_bytes: int | None =
         memory_bytes=devices * total,
         kv_memory_bytes=num_blocks * of_block,
         kv_tokens=num_blocks * config.block_size,
-        sequences=min(config.max_num_seqs, num_blocks // _blocks_per_sequence(config, model, context)),
+        sequences=min(config.max_num_seqs, num_blocks // per_sequence),
     )
 
 

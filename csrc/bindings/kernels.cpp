@@ -1,9 +1,8 @@
 // CPU kernels and the step batch they read.
 #include "bindings/bindings.h"
 
-#include <array>
-#include <tuple>
 #include <algorithm>
+#include <array>
 #include <bit>
 #include <memory>
 #include <optional>

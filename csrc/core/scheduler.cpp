@@ -165,8 +165,8 @@ void Scheduler::schedule(StepPlan& plan, int64_t now_ns) {
 
 // A step that decodes from here on copies the state that the next turn may begin with.
 void Scheduler::save_answer(const Slot& slot, int32_t position, StepPlan& plan) {
-  const bool wanted =
-      config_.prefix_caching && position % config_.answer_snapshot_tokens == 0 && position % config_.block_size == 0;
+  const int32_t tokens = config_.answer_snapshot_tokens;
+  const bool wanted = config_.prefix_caching && position % tokens == 0 && position % config_.block_size == 0;
   if (wanted && !has_snapshot(slot, position)) save_state(slot, position, /*for_siblings=*/false, plan);
 }
 

@@ -148,6 +148,20 @@ def test_a_model_for_the_cpu_alone_is_refused_on_a_gpu(tmp_path: Path, capsys: p
     assert "runs with device=cpu alone yet" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("variant", ["mamba2", "falcon-h1"])
+def test_states_and_cache_are_told_apart(tmp_path: Path, capsys: pytest.CaptureFixture[str], variant: str) -> None:
+    """A Mamba-2 keeps no keys and values: all sequences fit beside its states."""
+    model = tiny.build_model(variant)
+    model.save_pretrained(tmp_path)
+    arguments = ("--device", "cpu", "--max-num-seqs", "3")
+    whole, half = (report(capsys, tmp_path, *arguments, "--state-dtype", dtype) for dtype in ("float32", "bfloat16"))
+    layers, channels, recurrence = model.config.num_hidden_layers, 96 + 2 * 2 * 10, 96 * 10
+    assert whole["state_bytes_per_sequence"] == 4 * layers * (3 * channels + recurrence)
+    assert half["state_bytes_per_sequence"] == layers * (4 * 3 * channels + 2 * recurrence)
+    assert whole["kv_bytes_per_token"] == (0 if variant == "mamba2" else 2 * layers * 16 * 4)
+    assert whole["sequences"] == 3
+
+
 def test_other_architectures_and_formats_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = json.loads((SHAPES / "gpt2/config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | {"architectures": ["OtherForCausalLM"]}))

@@ -38,7 +38,9 @@ struct CpuMixer {
   [[gnu::always_inline]] int64_t queries_at() const { return delta ? 0 : inner() + keys(); }
   // Bytes of a slot before the states of the heads: the last conv_size - 1 inputs of the convolution, in float32.
   [[gnu::always_inline]] int64_t conv_bytes() const { return ((conv_size - 1) * channels() * 4 + 15) / 16 * 16; }
-  [[gnu::always_inline]] int64_t state_bytes() const { return conv_bytes() + (inner() * size * (half_states ? 2 : 4) + 15) / 16 * 16; }
+  [[gnu::always_inline]] int64_t state_bytes() const {
+    return conv_bytes() + (inner() * size * (half_states ? 2 : 4) + 15) / 16 * 16;
+  }
 };
 
 struct MixerTask {
