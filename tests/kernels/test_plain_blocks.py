@@ -118,9 +118,11 @@ def test_additions_go_through_the_reduction(package: Package) -> None:
     batch = package.batch()
     seen = []
 
-    def double(product: Tensor, of: Any) -> None:
+    def double(product: Tensor, of: Any, onto: Tensor | None = None) -> None:
         seen.append(of)
         product.mul_(2)
+        if onto is not None:
+            onto.add_(product)
 
     package.ops.reduction = double
     residual, x = package.residual(torch.zeros(5, HIDDEN, device=package.device)), package.random(5, HIDDEN, seed=1)
