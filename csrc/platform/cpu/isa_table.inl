@@ -9,6 +9,7 @@
 
 #include "platform/cpu/codes.inl"
 #include "platform/cpu/rows.inl"
+
 #include "platform/cpu/mixer.inl"
 #include "platform/cpu/sampling.inl"
 
