@@ -67,6 +67,13 @@ class AttentionBlock(NamedTuple):
         ops.linear_add_(x, self.output, residual, batch, self.output_norm)
 
 
+def _add_mixed(ops: ModelOps, x: Tensor, output: Handle, residual: Residual, batch: Batch, is_last: bool) -> None:
+    """residual += output · x; in the model's last layer for the rows that are sampled from."""
+    if is_last:
+        x = ops.keep_sampled(x, residual, batch)
+    ops.linear_add_(x, output, residual, batch)
+
+
 class ShortConvBlock(NamedTuple):
     """residual += output · (c * conv(b * x)), where b, c and x are the thirds of inputs · norm(residual)."""
 
@@ -78,9 +85,7 @@ class ShortConvBlock(NamedTuple):
     def forward(self, ops: ModelOps, residual: Residual, cache: LayerStates, batch: Batch, is_last: bool) -> None:
         b, c, x = ops.norm_linear(residual, self.norm, self.inputs, batch).chunk(3, dim=-1)
         y = c * ops.short_conv(b * x, self.conv, cache, batch)
-        if is_last:
-            y = ops.keep_sampled(y, residual, batch)
-        ops.linear_add_(y, self.output, residual, batch)
+        _add_mixed(ops, y, self.output, residual, batch, is_last)
 
 
 class Mamba2Block(NamedTuple):
@@ -97,9 +102,7 @@ class Mamba2Block(NamedTuple):
 
     def forward(self, ops: ModelOps, residual: Residual, cache: LayerStates, batch: Batch, is_last: bool) -> None:
         x = self.mix(ops, residual, cache, batch)
-        if is_last:
-            x = ops.keep_sampled(x, residual, batch)
-        ops.linear_add_(x, self.output, residual, batch)
+        _add_mixed(ops, x, self.output, residual, batch, is_last)
 
 
 class DeltaNetBlock(NamedTuple):
@@ -112,9 +115,7 @@ class DeltaNetBlock(NamedTuple):
 
     def forward(self, ops: ModelOps, residual: Residual, cache: LayerStates, batch: Batch, is_last: bool) -> None:
         x = ops.delta_net(ops.norm_linear(residual, self.norm, self.inputs, batch), self.mixer, cache, batch)
-        if is_last:
-            x = ops.keep_sampled(x, residual, batch)
-        ops.linear_add_(x, self.output, residual, batch)
+        _add_mixed(ops, x, self.output, residual, batch, is_last)
 
 
 class GatedAttentionBlock(NamedTuple):
@@ -126,9 +127,7 @@ class GatedAttentionBlock(NamedTuple):
     def forward(self, ops: ModelOps, residual: Residual, cache: LayerKVCache, batch: Batch, is_last: bool) -> None:
         gate = ops.norm_linear(residual, self.attention.norm, self.gate, batch).sigmoid()
         x = self.attention.attend(ops, residual, cache, batch, is_last=False) * gate
-        if is_last:
-            x = ops.keep_sampled(x, residual, batch)
-        ops.linear_add_(x, self.attention.output, residual, batch)
+        _add_mixed(ops, x, self.attention.output, residual, batch, is_last)
 
 
 class MLPBlock(NamedTuple):

@@ -6,7 +6,7 @@ rows of a step change no bit of its result.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 import torch.nn.functional as F
@@ -49,6 +49,23 @@ def short_conv(x: Tensor, conv: ShortConv, cache: LayerStates, batch: StepBatch)
     return out
 
 
+def _recur(states: Tensor, reads: Tensor, renew: Callable[[Tensor, slice], Tensor], batch: StepBatch) -> Tensor:
+    """Renew states [slots, H, N, P] token by token, and multiply them by ``reads`` [T, H, N]: [T, H, P].
+
+    ``renew`` gets states of several sequences in float32 and the places of their tokens, and gives the next states.
+    """
+    out = reads.new_empty(*reads.shape[:2], states.shape[3])
+    for slots, tokens, length in rows_of(batch):
+        state = states[slots]
+        for t in range(length):
+            now = slice(tokens.start + t, tokens.stop, length)
+            new = renew(state.float(), now)
+            out[now] = (reads[now, :, :, None] * new).sum(2)
+            state = new.to(states.dtype)
+        states[slots] = state
+    return out
+
+
 def mamba2(x: Tensor, mixer: Mamba2, cache: LayerStates, batch: StepBatch) -> Tensor:
     """``Ops.mamba2``."""
     heads, dim, size, inner = len(mixer.decay), mixer.head_dim, mixer.state_size, mixer.inner
@@ -59,16 +76,12 @@ def mamba2(x: Tensor, mixer: Mamba2, cache: LayerStates, batch: StepBatch) -> Te
     b, c = (y.view(-1, mixer.groups, size).repeat_interleave(heads // mixer.groups, 1) for y in (b, c))
     steps = F.softplus(steps + mixer.dt_bias).clamp(*mixer.dt_range)
     keeps, added = torch.exp(steps * mixer.decay), steps[..., None] * values
+
+    def renew(state: Tensor, now: slice) -> Tensor:
+        return keeps[now, :, None, None] * state + b[now, :, :, None] * added[now, :, None]
+
     states = state_floats(cache.states, first, inner * size, mixer.state_dtype)
-    out = torch.empty_like(values)
-    for slots, tokens, length in rows_of(batch):
-        state = states[slots].view(-1, heads, size, dim)
-        for t in range(length):
-            now = slice(tokens.start + t, tokens.stop, length)
-            new = keeps[now, :, None, None] * state.float() + b[now, :, :, None] * added[now, :, None]
-            out[now] = (c[now, :, :, None] * new).sum(2)
-            state = new.to(mixer.state_dtype)
-        states[slots] = state.flatten(1)
+    out = _recur(states.view(-1, heads, size, dim), c, renew, batch)
     out = (out + mixer.skip[:, None] * values).view(-1, inner)
     return _gated(out, gate, mixer).to(x.dtype)
 
@@ -95,17 +108,13 @@ def delta_net(x: Tensor, mixer: DeltaNet, cache: LayerStates, batch: StepBatch) 
     q, k = ((y * f).repeat_interleave(heads // mixer.key_heads, 1) for y, f in ((q, size**-0.5), (k, 1.0)))
     v, rates = v.view(-1, heads, dim), rates.sigmoid()[..., None]
     keeps = torch.exp(mixer.decay * F.softplus(steps + mixer.dt_bias))[..., None, None]
+
+    def renew(state: Tensor, now: slice) -> Tensor:
+        kept, key = keeps[now] * state, k[now, :, :, None]
+        return kept + key * (rates[now] * (v[now] - (key * kept).sum(2)))[:, :, None]
+
     states = state_floats(cache.states, first, inner * size, mixer.state_dtype)
-    out = torch.empty_like(v)
-    for slots, tokens, length in rows_of(batch):
-        state = states[slots].view(-1, heads, size, dim)
-        for t in range(length):
-            now = slice(tokens.start + t, tokens.stop, length)
-            kept, key = keeps[now] * state.float(), k[now, :, :, None]
-            new = kept + key * (rates[now] * (v[now] - (key * kept).sum(2)))[:, :, None]
-            out[now] = (q[now, :, :, None] * new).sum(2)
-            state = new.to(mixer.state_dtype)
-        states[slots] = state.flatten(1)
+    out = _recur(states.view(-1, heads, size, dim), q, renew, batch)
     out = F.rms_norm(out, (dim,), eps=mixer.eps) * mixer.norm
     return (out.flatten(1) * F.silu(gate)).to(x.dtype)
 
