@@ -140,7 +140,7 @@ def test_a_rank_that_waits_in_vain_ends_the_engine_and_leaves_no_memory(model: s
             params = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True)
             await engine.generate([3, 4, 5], params)
             runner: Any = engine._life.loaded().keep_alive
-            runner._first.exchange.calls += 9  # it waits for calls that do not come
+            runner._first.exchange.calls.add_(9)  # it waits for calls that do not come
             torch.cuda.synchronize(0)
             with pytest.raises(EngineDeadError, match="did not finish within"):
                 await engine.generate([3, 4, 5], params)
