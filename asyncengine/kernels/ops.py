@@ -245,8 +245,13 @@ HandleT = TypeVar("HandleT")
 class Reduction(Protocol):
     """Adds up products of a step over the ranks that hold a model together."""
 
-    def __call__(self, product: Tensor, batch: Any, onto: Tensor | None = None) -> None:
-        """Replace a product [T, N] by the sum over all ranks; with ``onto`` [T, N] add the sum to that."""
+    def __call__(
+        self, product: Tensor, batch: Any, onto: Tensor | None = None, norm: Norm | None = None
+    ) -> Tensor | None:
+        """Replace a product [T, N] by the sum over all ranks; with ``onto`` [T, N] add the sum to that.
+
+        With a norm, which the CPU's operations do not ask for, return its rows [T, N] of the result.
+        """
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,6 +27,8 @@ from asyncengine.kernels.ops import (
 )
 from asyncengine.kernels.states import DeltaNet, Mamba2, ShortConv
 from asyncengine.models.alibi import FusedAttentionBlock
+from asyncengine.models.config import ModelConfig
+from asyncengine.models.weights.source import WeightSource
 
 
 class Mixer(Protocol):
@@ -237,7 +239,7 @@ class Decoder:
     """Layers with an embedding before them and a head behind.
 
     Embedded tokens are multiplied by ``embedding_scale``, logits by ``logit_scale``, and then capped at
-    ± ``logit_softcap``, unless it is 0.
+    ± ``logit_softcap``, unless it is 0. With ``splits_head`` each rank computes a part of the logits.
     """
 
     def __init__(
@@ -248,6 +250,7 @@ class Decoder:
         embedding: Handle,
         norm: Norm,
         head: Handle,
+        splits_head: bool = False,
         position_table: Tensor | None = None,
         embedding_scale: float = 1.0,
         logit_scale: float = 1.0,
@@ -258,6 +261,7 @@ class Decoder:
         self._embedding = embedding
         self._norm = norm
         self._head = head
+        self.splits_head = splits_head
         self._position_table = position_table
         self._embedding_scale = embedding_scale
         self._logit_scale = logit_scale
@@ -287,3 +291,20 @@ class Decoder:
     def hidden(self, residual: Residual, batch: Batch) -> Tensor:
         """The normed states of what ``run`` left, [num_samples, H] in the model's dtype; ``logits`` may come before."""
         return self._ops.hidden(residual, self._norm, batch)
+
+
+def load_ends(config: ModelConfig, weights: WeightSource, ops: ModelOps, *, copy: bool = False) -> dict[str, Any]:
+    """The embedding and the head, as ``Decoder`` takes them. ``copy``: see ``make_embedding``.
+
+    Ranks share the rows of a head whose number they divide. A tied head is then a part of the table, which every rank
+    looks its tokens up in.
+    """
+    table = weights.table(config.embedding, config.vocab_size, config.hidden_size)
+    splits, tied = not config.labels and weights.divides(config.vocab_size), config.tie_word_embeddings
+    embedding = ops.make_embedding(table, tied=tied and not splits, copy=copy)
+    head = embedding
+    if not tied:
+        head = ops.make_head(weights.table(*config.head_shape, cut="rows" if splits else "whole"))
+    elif splits:
+        head = ops.make_head(weights.own_rows(table))
+    return {"embedding": embedding, "head": head, "splits_head": splits}

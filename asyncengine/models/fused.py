@@ -8,7 +8,7 @@ import torch
 
 from asyncengine.kernels.ops import Handle, ModelOps, Norm
 from asyncengine.models.config import ModelConfig, RawConfig
-from asyncengine.models.decoder import MLPBlock
+from asyncengine.models.decoder import MLPBlock, load_ends
 from asyncengine.models.weights.shard import Cut
 from asyncengine.models.weights.source import WeightSource
 
@@ -56,8 +56,4 @@ class FusedModules(NamedTuple):
 
     def ends(self, norm: str, *, copy: bool = False) -> dict[str, Any]:
         """The embedding, the last norm and the head, as ``Decoder`` takes them. ``copy``: see ``make_embedding``."""
-        config, ops = self.config, self.ops
-        table = self.weights.table(config.embedding, config.vocab_size, config.hidden_size)
-        embedding = ops.make_embedding(table, tied=config.tie_word_embeddings, copy=copy)
-        head = embedding if config.tie_word_embeddings else ops.make_head(self.weights.table(*config.head_shape))
-        return {"embedding": embedding, "norm": self.norm(norm), "head": head}
+        return load_ends(self.config, self.weights, self.ops, copy=copy) | {"norm": self.norm(norm)}

@@ -23,6 +23,7 @@ from asyncengine.models.decoder import (
     Layer,
     MLPBlock,
     ParallelLayer,
+    load_ends,
 )
 from asyncengine.models.files import excerpt
 from asyncengine.models.rope_settings import read_rope, scaled_positions
@@ -257,25 +258,20 @@ class LlamaForCausalLM(Decoder):
         scales = query_scales(config, max_positions)
         if scales is not None:
             scales = scales.to(ops.device)
-        table = weights.table(config.embedding, config.vocab_size, config.hidden_size)
-        embedding = ops.make_embedding(table, tied=config.tie_word_embeddings)
+        ends = load_ends(config, weights, ops)
         layers: list[Layer] = []
         for index, kind in enumerate(kinds):
             layers.append(self.layer(LayerWeights(config, index, weights, ops), tables.get(kind), scales))
         weight = weights.tensor(f"{config.final_norm}.weight", config.hidden_size)
         norm = make_norm(config, weight)
-        head = embedding
-        if not config.tie_word_embeddings:
-            head = ops.make_head(weights.table(*config.head_shape))
         scale = config.embedding_scale
         if config.round_embedding_scale:
             scale = torch.tensor(scale, dtype=weight.dtype).item()
         super().__init__(
             ops,
             layers,
-            embedding=embedding,
             norm=norm,
-            head=head,
+            **ends,
             embedding_scale=scale,
             logit_scale=config.logit_scale,
             logit_softcap=config.logit_softcap,

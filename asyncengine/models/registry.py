@@ -60,6 +60,9 @@ logger = logging.getLogger(__name__)
 class CausalLM(Protocol[BatchT]):
     """A loaded model, for steps in the form of the kernel package that it was built over."""
 
+    splits_head: bool
+    """Each of several ranks computes a part of the logits."""
+
     def forward(self, batch: BatchT, caches: Iterable[LayerCache]) -> Any:
         """``run``, then ``logits``."""
 

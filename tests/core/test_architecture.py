@@ -31,9 +31,9 @@ kernels/cpu
 kernels/cuda/gpu
 kernels/cuda/launch
 kernels/cuda/step
-kernels/cuda/comm
 kernels/cuda/rows
 kernels/cuda/sampling
+kernels/cuda/comm
 kernels/cuda/attention/plan
 kernels/cuda/attention/work
 kernels/cuda/attention

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,6 +20,8 @@ from asyncengine import (
     testing,
 )
 from asyncengine.kernels.cuda.comm.exchange import allocate, begin_together, connect, reach_peers
+from asyncengine.kernels.cuda.rows.norms import norm_rows
+from asyncengine.kernels.ops import Norm
 from asyncengine.runner.backend import load_backend
 from tests.models import tiny
 
@@ -31,14 +34,17 @@ SMALL: dict[str, Any] = {
 MODEL = {
     "architectures": ["LlamaForCausalLM"], **tiny.DECODER, "hidden_size": 256, "intermediate_size": 512,
     "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64, "max_position_embeddings": 256,
-    "initializer_range": 0.1, "eos_token_id": None,
+    "initializer_range": 0.1, "eos_token_id": None, "vocab_size": 192,
 }  # fmt: skip
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    path = tmp_path_factory.mktemp("model")
-    (path / "config.json").write_text(json.dumps(MODEL))
+    return made(tmp_path_factory.mktemp("model"))
+
+
+def made(path: Path, **config: Any) -> str:
+    (path / "config.json").write_text(json.dumps(MODEL | config))
     return str(path)
 
 
@@ -50,11 +56,12 @@ def test_sums_are_those_of_torch_on_both_gpus() -> None:
     """Calls of different sizes follow each other without a wait of the host; both GPUs get the same bits."""
     devices = [torch.device("cuda", i) for i in range(2)]
     reach_peers(devices)
-    exchanges = [allocate(i, 2, 512 * 4096, torch.bfloat16, d, pdl=False) for i, d in enumerate(devices)]
+    exchanges = [allocate(i, 2, 1200, 4096, torch.bfloat16, d, pdl=True) for i, d in enumerate(devices)]
     connect(exchanges)
     begin_together(exchanges)
-    calls = []
-    for rows in (1, 64, 7, 512, 256, 2, 512, 1, 1, 1):
+    norms = [Norm(torch.linspace(0.5, 2, 4096, device=device), None, 1e-5) for device in devices]
+    calls, normed = [], []
+    for rows in (1, 64, 7, 512, 256, 2, 1200, 129, 513, 1, 1, 1):
         products = [torch.randn(rows, 4096, device=device).bfloat16() for device in devices]
         onto = [torch.ones(rows, 4096, device=device).bfloat16() for device in devices]
         calls.append((products, onto, (products[0].float().cpu() + products[1].float().cpu() + 1).bfloat16()))
@@ -70,12 +77,15 @@ def test_sums_are_those_of_torch_on_both_gpus() -> None:
         for products, onto, _ in calls:
             for exchange, product, to in zip(exchanges, products, onto, strict=True):
                 with torch.cuda.device(product.device):
-                    exchange.reduce(product, onto=to.clone() if warm else to)
+                    normed.append(exchange.reduce(product, onto=to.clone() if warm else to, norm=norms[exchange.rank]))
         for device in devices:
             torch.cuda.synchronize(device)
-    for _, onto, wanted in calls:
-        assert torch.equal(onto[0].cpu(), wanted)
-        assert torch.equal(onto[1].cpu(), wanted)
+    for call, (_, onto, wanted) in enumerate(calls):
+        for rank, found in enumerate(onto):
+            assert torch.equal(found.cpu(), wanted)
+            with torch.cuda.device(devices[rank]):
+                own = normed[len(normed) - 2 * len(calls) + 2 * call + rank]
+                assert torch.equal(own, norm_rows(found, norms[rank]))
 
 
 async def outputs(engine: AsyncEngine, *, features: bool) -> list[Any]:
@@ -117,6 +127,15 @@ def test_tokens_are_those_of_one_gpu(model: str, config: dict[str, Any]) -> None
     assert torch.cuda.current_device() == 0
 
 
+def test_the_first_gpu_has_all_of_a_head_that_ranks_do_not_divide(tmp_path: Path) -> None:
+    model = made(tmp_path, vocab_size=199, tie_word_embeddings=True)
+    test_tokens_are_those_of_one_gpu(model, {"steps_in_flight": 1})
+
+
+def test_a_tied_head_is_a_part_of_the_table(tmp_path: Path) -> None:
+    test_tokens_are_those_of_one_gpu(made(tmp_path, tie_word_embeddings=True), {"steps_in_flight": 2})
+
+
 @pytest.mark.parametrize("config", [{}, {"quantization": "int4"}, {"quantization": "int8"}, {"kv_cache_dtype": "fp8"}])
 def test_logits_in_bfloat16_are_near_those_of_one_gpu(model: str, config: dict[str, Any]) -> None:
     async def run(ranks: int) -> dict[int, float]:
@@ -132,8 +151,14 @@ def test_logits_in_bfloat16_are_near_those_of_one_gpu(model: str, config: dict[s
         assert one[token] == pytest.approx(two[token], abs=0.25)
 
 
+def allocated() -> list[int]:
+    """Bytes on both GPUs, without those that cuBLAS keeps for each stream that has used it."""
+    torch._C._cuda_clearCublasWorkspaces()
+    return [torch.cuda.memory_allocated(i) for i in range(2)]
+
+
 def test_a_rank_that_waits_in_vain_ends_the_engine_and_leaves_no_memory(model: str) -> None:
-    before = [torch.cuda.memory_allocated(i) for i in range(2)]
+    before = allocated()
 
     async def main() -> None:
         async with opened(model, 2, step_timeout_s=1.0) as engine:
@@ -147,7 +172,7 @@ def test_a_rank_that_waits_in_vain_ends_the_engine_and_leaves_no_memory(model: s
 
     asyncio.run(asyncio.wait_for(main(), 60))
     gc.collect()
-    assert [torch.cuda.memory_allocated(i) for i in range(2)] == before
+    assert allocated() == before
 
 
 @pytest.mark.parametrize(

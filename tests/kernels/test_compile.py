@@ -144,6 +144,40 @@ def test_products_of_weights_in_codes_compile(tmp_path):
     assert sorted(compiled) == [*others, *["coded_kernel:mma.sync"] * 9, *["direct_kernel:mma.sync"] * 5]
 
 
+SUMS = """
+from tests.kernels.compile_for import install
+compiled = install()
+import torch
+from asyncengine.kernels.cuda.comm.exchange import allocate
+from asyncengine.kernels.cuda.step.tensors import allocate_step
+from asyncengine.kernels.ops import Norm
+
+device = torch.device("cpu")
+for dtype in (torch.bfloat16, torch.float32):
+    own = allocate(1, 2, 512, 4096, dtype, device, logits=2 * 2 * 64128, pdl=True)
+    norm = Norm(torch.empty(4096, dtype=dtype), None, 1e-5)
+    for rows in (1, 512):
+        product = torch.empty(rows, 4096, dtype=dtype)
+        own.reduce(product, onto=product.clone(), norm=norm)
+own.gather(torch.empty(2, 64128), 64128)
+own.share(allocate_step(4, 1, 4, 4, device).slots)
+for name, kernel in compiled.items():
+    words = ("ld.volatile.global.v2.b64", "st.global.v2.b64", "sys.release", "sys.acquire", "griddepcontrol.wait")
+    print(name.split()[0], *(word for word in words if word in kernel.asm["ptx"]))
+"""
+
+
+def test_sums_over_gpus_compile(tmp_path):
+    """Packets of 64 bits are loaded and stored two at once, and by no instruction that may cut them."""
+    compiled = sorted(run(tmp_path, "-c", SUMS))
+    assert compiled == [
+        "gather_kernel sys.release griddepcontrol.wait",
+        "share_kernel sys.acquire griddepcontrol.wait",
+        *["sum_few_kernel ld.volatile.global.v2.b64 st.global.v2.b64 griddepcontrol.wait"] * 2,
+        *["sum_many_kernel sys.release sys.acquire griddepcontrol.wait"] * 2,
+    ]
+
+
 TMA_PLANS = """
 from tests.kernels.compile_for import install
 compiled = install()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -204,7 +205,7 @@ class CudaOps:
         if self.reduction is not None:
             x = x.contiguous()  # not so behind weights that are padded
             if norm is None:
-                self.reduction(x, batch, residual.settle())
+                residual.put_off(partial(self.reduction, x, batch, residual.settle()), norms=True)
                 return
             self.reduction(x, batch)
         residual.settle().add_(x if norm is None else norm_rows(x, norm, pdl=self.options.pdl))

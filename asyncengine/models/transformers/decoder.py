@@ -30,6 +30,8 @@ class TransformersModel:
     Loaded while it is built. The logits are an operation, for the rows that are sampled from.
     """
 
+    splits_head = False
+
     def __init__(
         self, source: Source, config: ModelConfig, weights: WeightSource, ops: ModelOps, max_positions: int
     ) -> None:

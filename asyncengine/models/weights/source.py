@@ -11,7 +11,7 @@ from torch import Tensor
 
 from asyncengine.errors import UnsupportedModelError
 from asyncengine.kernels.grouped import are_alike, group_size
-from asyncengine.kernels.weight import DENSE, GROUPED, PackedWeight, dense
+from asyncengine.kernels.weight import DENSE, GROUPED, PackedWeight, dense, tensors_of
 from asyncengine.models.weights.formats.base import Dense, TensorSource, WeightFormat
 from asyncengine.models.weights.formats.packed import to_dense
 from asyncengine.models.weights.mxfp4 import BLOCK, unpack_mxfp4
@@ -117,9 +117,18 @@ class WeightSource:
         bias = self._tensors.get(f"{module}.bias", out_features, part=part)
         return torch.zeros_like(bias) if cut == "columns" and self._shard.rank else bias
 
-    def table(self, module: str, rows: int, width: int) -> PackedWeight:
-        """The matrix of an embedding or of a head, of which each rank has the whole."""
-        return self._format.table(self._tensors, module, (rows, width), self._shard.part("whole"))
+    def table(self, module: str, rows: int, width: int, *, cut: Cut = "whole") -> PackedWeight:
+        """The matrix of an embedding or of a head."""
+        return self._format.table(self._tensors, module, (rows, width), self._shard.part(cut))
+
+    def divides(self, rows: int) -> bool:
+        """Return whether several ranks can share the rows of a head, in parts of a multiple of 8."""
+        return self._shard.ranks > 1 and rows % (8 * self._shard.ranks) == 0
+
+    def own_rows(self, table: PackedWeight) -> PackedWeight:
+        """The rank's part of the rows of a dense matrix that is there as a whole: a view."""
+        [whole] = tensors_of([table], "weight", DENSE)
+        return dense(self._shard.part("rows").of(whole))
 
     def expert_matrices(
         self, name: str, count: int, rows: int, columns: int, order: Tensor | None = None, *, mxfp4: bool = False

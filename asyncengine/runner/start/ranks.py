@@ -18,6 +18,7 @@ from asyncengine.errors import ConfigError
 from asyncengine.kernels.cuda.comm import exchange as comm
 from asyncengine.kernels.cuda.comm.exchange import Exchange
 from asyncengine.kernels.cuda.ops import CudaOps
+from asyncengine.runner.loop_config import SCORED
 from asyncengine.runner.start.calibration import with_kv_scales
 from asyncengine.runner.start.graphs import CapturedSteps
 from asyncengine.runner.state.kv_scales import PROMPT_TOKENS
@@ -45,9 +46,11 @@ class GpuRank:
         loaded = load_model(config, ops, progress=progress and rank == 0, rank=rank)
         if loaded.ranks == 1:
             return cls(native, ops, loaded, None)
-        most = max(config.max_num_batched_tokens, PROMPT_TOKENS) * loaded.config.hidden_size
-        pdl = ops.options.pdl
-        exchange = comm.allocate(rank, loaded.ranks, most, loaded.dtype, ops.device, pdl=pdl)
+        model, most = loaded.config, max(config.max_num_batched_tokens, PROMPT_TOKENS)
+        logits = (config.max_num_seqs + SCORED) * model.vocab_size if loaded.model.splits_head else 0
+        exchange = comm.allocate(
+            rank, loaded.ranks, most, model.hidden_size, loaded.dtype, ops.device, logits=logits, pdl=ops.options.pdl
+        )
         ops.reduction = exchange.reduce
         return cls(native, ops, loaded, exchange)
 

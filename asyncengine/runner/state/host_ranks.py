@@ -17,7 +17,7 @@ from torch import Tensor
 
 from asyncengine._core import StepBatch
 from asyncengine.kernels.cpu.base import BaseOps
-from asyncengine.kernels.ops import LayerCache
+from asyncengine.kernels.ops import LayerCache, Norm
 from asyncengine.models.registry import CausalLM
 
 
@@ -28,8 +28,11 @@ class Meeting:
         self._products: list[Tensor | None] = [None] * ranks
         self._barrier = threading.Barrier(ranks, self._add_up)
 
-    def reduce(self, rank: int, product: Tensor, batch: StepBatch, onto: Tensor | None = None) -> None:
-        """``Reduction`` for a rank. Raises BrokenBarrierError if another rank has left."""
+    def reduce(
+        self, rank: int, product: Tensor, batch: StepBatch, onto: Tensor | None = None, norm: Norm | None = None
+    ) -> None:
+        """``Reduction`` for a rank, without norms. Raises BrokenBarrierError if another rank has left."""
+        assert norm is None
         self._products[rank] = product
         self._barrier.wait()
         if onto is not None:
@@ -55,10 +58,13 @@ class Meeting:
 
 
 class HostRanks:
-    """A model in parts, as one ``CausalLM``; rank 0 computes what follows the layers, and the others wait."""
+    """A model in parts, as one ``CausalLM``; rank 0 computes all that follows the layers but the others' logits."""
 
     def __init__(self, models: Sequence[CausalLM[StepBatch]], ops: Sequence[BaseOps[Any]]) -> None:
         self._models = list(models)
+        self.splits_head = models[0].splits_head
+        self._residuals: list[Any] = []
+        """What the other ranks' last ``run`` returned."""
         self._meeting = Meeting(len(models))
         count = len(models) - 1
         self._others = ThreadPoolExecutor(count, thread_name_prefix="asyncengine-rank")
@@ -85,6 +91,7 @@ class HostRanks:
         if errors:
             self._meeting.again()
             raise next((error for error in errors if not isinstance(error, threading.BrokenBarrierError)), errors[0])
+        self._residuals = [other.result() for other in others]
         return mine.result()
 
     def _run(self, rank: int, batch: StepBatch, caches: Iterable[LayerCache]) -> Any:
@@ -96,7 +103,18 @@ class HostRanks:
             raise
 
     def logits(self, residual: Any, batch: StepBatch) -> Any:
-        return self._models[0].logits(residual, batch)
+        """The logits of all ranks, side by side."""
+        if not self.splits_head:
+            return self._models[0].logits(residual, batch)
+        others = [
+            self._others.submit(self._part, rank, own, batch) for rank, own in enumerate(self._residuals, start=1)
+        ]
+        parts = [self._part(0, residual, batch), *(other.result() for other in others)]
+        return None if parts[0] is None else torch.cat(parts, 1)
+
+    def _part(self, rank: int, residual: Any, batch: StepBatch) -> Any:
+        with torch.inference_mode():
+            return self._models[rank].logits(residual, batch)
 
     def hidden(self, residual: Any, batch: StepBatch) -> Tensor:
         return self._models[0].hidden(residual, batch)

@@ -126,6 +126,7 @@ class DeviceSteps:
         self._max_logprobs = config.max_logprobs
         self._classifies = bool(loaded.config.labels)
         self._model = loaded.model
+        self._vocab_size = loaded.config.vocab_size
         self._buffers = buffers
         self._lanes = lanes
         self.cache = cache
@@ -183,19 +184,30 @@ class DeviceSteps:
             batch.attention.build(step, pdl=self._pdl)
             residual = self._model.run(batch, self.cache.layers)
             if self._exchange is not None and self._exchange.rank > 0:
+                if self._model.splits_head and not self._classifies:
+                    self._logits(residual, batch)
+                residual.settle()  # the last sum, which all ranks make, may still be put off
                 self._share(step)
                 return
             if needs & Need.vector:
                 self._store_vectors(residual, batch)
             if self._classifies:
+                residual.settle()
                 return
-            logits = self._model.logits(residual, batch)
-            assert logits is not None
+            logits = self._logits(residual, batch)
             if needs & FEATURES:
                 self._sample_with_features(logits, step, needs)
             else:
                 sample(logits, step, source.header, source.outputs, needs=needs, pdl=self._pdl)
             self._share(step)
+
+    def _logits(self, residual: Any, batch: CudaBatch) -> Any:
+        """The logits of all ranks on the first one."""
+        logits = self._model.logits(residual, batch)
+        assert logits is not None
+        if self._exchange is None or not self._model.splits_head:
+            return logits
+        return self._exchange.gather(logits, self._vocab_size // self._exchange.ranks)
 
     def _share(self, step: DeviceStep) -> None:
         """Have the tokens that the first rank samples on all ranks; a classification model makes none."""

@@ -6,6 +6,7 @@ A product that adds to the residual may leave its end to the norm which reads th
     plain    nothing                                                  leave_parts, put_off
     parts    parts of a sum; the kernel of the next norm adds them    read, settle
     put off  a product, not launched; it may prepare the next norm    read, settle
+             or a sum over ranks, not launched; it may make that norm
 
 Only a plain residual takes another product: an operation that adds begins with ``settle``.
 
@@ -70,19 +71,21 @@ class Operand(NamedTuple):
     """int64 [S]: the kernel takes these rows of x, or without it all of them."""
 
 
-Addition = Callable[[Norm | None], Unnormed | None]
-"""Launches a product that adds to the residual. With a norm it prepares that norm, if it can."""
+Addition = Callable[[Norm | None], Unnormed | Tensor | None]
+"""Launches a product that adds to the residual. With a norm it prepares that norm, if it can, or returns normed
+rows."""
 
 
 class Residual:
     """x [T, H] and what is to be added to it."""
 
-    __slots__ = ("_addition", "_parts", "x")
+    __slots__ = ("_addition", "_norms", "_parts", "x")
 
     def __init__(self, x: Tensor) -> None:
         self.x = x
         self._parts: Tensor | None = None
         self._addition: Addition | None = None
+        self._norms = False
 
     @property
     def state(self) -> Literal["plain", "parts", "put off"]:
@@ -95,10 +98,10 @@ class Residual:
         assert self.state == "plain"
         self._parts = parts
 
-    def put_off(self, addition: Addition) -> None:
-        """plain to put off."""
+    def put_off(self, addition: Addition, *, norms: bool = False) -> None:
+        """plain to put off. ``norms``: the addition returns normed rows."""
         assert self.state == "plain"
-        self._addition = addition
+        self._addition, self._norms = addition, norms
 
     def settle(self) -> Tensor:
         """Any state to plain: x, with all that was to be added."""
@@ -114,8 +117,10 @@ class Residual:
         ``form`` is that of the weights. With an ``index`` int64 [S] the projection reads these rows alone, and parts
         stay parts.
         """
-        if self.state == "put off" and plan.ends_norm(norm) and index is None:
-            unnormed = self._launch(norm)
+        if self._makes_norm and index is None and not form.own_rows:
+            return Operand(self.read_by_kernel(norm, pdl=pdl))
+        if self.state == "put off" and not self._norms and plan.ends_norm(norm) and index is None:
+            unnormed = self.prepare(norm)
             assert unnormed is not None
             return Operand(unnormed, norm)
         self._launch(None)
@@ -128,7 +133,14 @@ class Residual:
         return Operand(self.read_by_kernel(norm, index, pdl=pdl))
 
     def read_by_kernel(self, norm: Norm, index: Tensor | None = None, *, pdl: bool = False) -> Tensor:
-        """Any state to plain: the norm of x by its own kernel, which adds up parts. With an ``index`` see ``read``."""
+        """Any state to plain: the norm of x by its own kernel, which adds up parts, or by that of a sum over ranks.
+
+        With an ``index`` see ``read``.
+        """
+        if self._makes_norm and index is None:
+            normed = self._launch(norm)
+            assert isinstance(normed, Tensor)
+            return normed
         self._launch(None)
         y = norm_rows(self.x, norm, index, self._parts, pdl=pdl)
         if index is None:
@@ -137,8 +149,15 @@ class Residual:
 
     def prepare(self, norm: Norm) -> Unnormed | None:
         """put off to plain: the rows for a projection that ends the norm; None in other states, which stay."""
-        return self._launch(norm)
+        unnormed = self._launch(norm)
+        assert not isinstance(unnormed, Tensor)
+        return unnormed
 
-    def _launch(self, norm: Norm | None) -> Unnormed | None:
+    @property
+    def _makes_norm(self) -> bool:
+        """True if what was put off returns normed rows."""
+        return self.state == "put off" and self._norms
+
+    def _launch(self, norm: Norm | None) -> Unnormed | Tensor | None:
         addition, self._addition = self._addition, None
         return None if addition is None else addition(norm)
