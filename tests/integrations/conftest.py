@@ -15,5 +15,5 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     if not inspect.iscoroutinefunction(pyfuncitem.obj):
         return None
     arguments = {name: pyfuncitem.funcargs[name] for name in inspect.signature(pyfuncitem.obj).parameters}
-    run(pyfuncitem.obj(**arguments), 120.0)
+    run(pyfuncitem.obj(**arguments), 300.0)
     return True

@@ -65,7 +65,7 @@ def replicas() -> list[int]:
 
 async def until(holds: Callable[[], bool]) -> None:
     """Wait for what the cluster does by itself."""
-    async with asyncio.timeout(90):
+    async with asyncio.timeout(200):
         while not holds():  # noqa: ASYNC110  # no event tells
             await asyncio.sleep(0.5)
 
@@ -130,6 +130,29 @@ async def test_a_replica_that_is_taken_away_ends_its_streams_first(url: str) -> 
     assert await crowd(url, 60, 200, shrink()) == {"done": 60}
     await until(lambda: len(replicas()) == 1)
     assert await crowd(url, 10, 4, asyncio.sleep(0)) == {"done": 10}
+
+
+async def test_a_queue_brings_another_replica(url: str) -> None:
+    """Prompts wait for an engine that runs two requests at once, until Ray has started a second one."""
+    narrow = {**SETTINGS, "engine": {**ENGINE, "max_num_seqs": 2}}
+    await asyncio.to_thread(
+        serve.run, build_app({**narrow, "min_replicas": 1, "max_replicas": 2, "most_queued_tokens": 10})
+    )
+    await until(lambda: len(replicas()) == 1)
+    stop = asyncio.Event()
+
+    async def ask_until_then() -> set[str]:
+        endings: set[str] = set()
+        while not stop.is_set():
+            endings |= (await crowd(url, 12, 100, asyncio.sleep(0))).keys()
+        return endings
+
+    asking = asyncio.create_task(ask_until_then())
+    try:
+        await until(lambda: len(replicas()) == 2)
+    finally:
+        stop.set()
+    assert await asking == {"done"}
 
 
 def test_autoscaling_and_wrong_settings() -> None:
