@@ -22,6 +22,8 @@ NODE_CLIENTS := tests/clients/node/node_modules/.installed
 FUZZ_SECONDS ?= 600
 SOAK_MINUTES ?= 30
 GPU_PROCESSES ?= 8
+# Compiled modules are kept, wherever the environment says otherwise: tests start many processes.
+export PYTHONDONTWRITEBYTECODE :=
 BIN := $(VENV)/bin
 MADE := $(VENV)/.made
 CORE := $(VENV)/.core
@@ -40,7 +42,7 @@ requirements = $(BIN)/python -c "import tomllib; names = tomllib.load(open('pypr
 # $(call step,TEXT,COMMAND) says what is done, and how long it took.
 step = @printf '\n== %s\n' $(1); begun=$$(date +%s); $(2) && printf '== done in %d s\n' $$(($$(date +%s) - begun))
 
-.PHONY: install serve test lint native asan tsan asan-build tsan-build pytest test-gpu fuzz soak sanitize wheels clients integrations peers clean
+.PHONY: install serve test lint native asan tsan asan-build tsan-build collect pytest test-gpu fuzz soak sanitize wheels clients integrations peers clean
 
 install: $(CORE) $(TOOLS)
 
@@ -74,7 +76,7 @@ test:
 	$(MAKE) --jobs=2 install
 	$(MAKE) asan-build
 	$(MAKE) --jobs=2 --output-sync=target asan tsan-build
-	$(MAKE) --jobs=2 --output-sync=target tsan lint
+	$(MAKE) --jobs=2 --output-sync=target tsan lint collect
 	$(MAKE) pytest
 
 lint: install
@@ -99,6 +101,10 @@ asan-build: install
 
 tsan-build: install
 	$(call SANITIZED,tsan,thread,-O1)
+
+# Every worker collects all tests. It then finds their modules compiled.
+collect: install
+	$(BIN)/pytest --collect-only -qq | tail -n 20
 
 # A new worker would begin with the test that ended the last one. Some tests wait, so there is a process more than processors.
 pytest: install

@@ -34,13 +34,25 @@ from tests.models.variants import VOCAB_SIZE as VOCAB_SIZE
 from tests.models.variants import YARN_ROPE as YARN_ROPE
 
 
+def _model_class(variant: str) -> Any:
+    family = VARIANTS[variant][0]
+    return getattr(transformers, "GPT2LMHeadModel" if family == "GPT2" else f"{family}ForCausalLM")
+
+
+def build_config(variant: str, **changes: Any) -> transformers.PretrainedConfig:
+    """The configuration of ``build_model``."""
+    settings = VARIANTS[variant][1] | changes
+    config: transformers.PretrainedConfig = _model_class(variant).config_class(
+        **settings, eos_token_id=None, bos_token_id=None
+    )
+    return config
+
+
 def build_model(variant: str, seed: int = 0, **changes: Any) -> transformers.PreTrainedModel:
     """A random model in float32, norms and biases random as well, without end-of-sequence tokens."""
-    family, settings = VARIANTS[variant]
-    settings = settings | changes
-    kind = getattr(transformers, "GPT2LMHeadModel" if family == "GPT2" else f"{family}ForCausalLM")
+    config = build_config(variant, **changes)
     torch.manual_seed(seed)
-    model = kind(kind.config_class(**settings, eos_token_id=None, bos_token_id=None)).eval()
+    model = _model_class(variant)(config).eval()
     for name, parameter in model.named_parameters():
         if name.endswith("bias"):
             torch.nn.init.normal_(parameter, 0, 0.2)
