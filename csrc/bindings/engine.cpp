@@ -48,7 +48,6 @@ using OtherRank = std::tuple<CudaDevice, std::shared_ptr<Staging>, std::shared_p
 OwnedStepLoop make_cuda_loop(const StepLoopConfig& config, const CudaDevice& device, std::shared_ptr<Staging> staging,
                              std::shared_ptr<CudaGraphs> graphs, py::object eager, Address cuda_stream, double poll_interval_us,
                              std::shared_ptr<HostWorkers> host_workers, const std::vector<OtherRank>& others) {
-  require(config.scheduler.num_state_slots == 0, "graphs copy no states");
   require(staging->num_steps() == config.steps_in_flight, "staging is for another number of steps in flight");
   require(!graphs->buckets.empty(), "there is no bucket");
   const int32_t host_blocks = graphs->host_pool != nullptr ? graphs->host_pool->num_blocks() : 0;

@@ -56,6 +56,7 @@ py::dict step_input_layout() {
   put("header.num_lanes", WORD(StepInputHeader, host_rows.num_lanes));
   put("header.num_lane_stages", WORD(StepInputHeader, host_rows.num_stages));
   put("header.num_lane_rows", WORD(StepInputHeader, host_rows.num_rows));
+  put("header.num_state_copies", WORD(StepInputHeader, num_state_copies));
   put("row_words", WORDS(StepInputRow));
   put("row.slot", WORD(StepInputRow, slot));
   put("row.query_start", WORD(StepInputRow, query_start));

@@ -9,6 +9,7 @@
 // asyncengine/kernels/cuda/step/ingest.py reads the same layout.
 #pragma once
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <span>
@@ -150,6 +151,10 @@ class StepInputView {
   std::span<const BlockCopy> state_copies() const {
     const auto count = static_cast<size_t>(header().num_state_copies);
     return section<BlockCopy>(header().total_words * sizeof(int32_t) - count * sizeof(BlockCopy), header().num_state_copies);
+  }
+  // A state is copied. Those without a source do not count: a device takes the state before a sequence's first token for zeros.
+  bool copies_states() const {
+    return std::ranges::any_of(state_copies(), [](const BlockCopy& copy) { return copy.source >= 0; });
   }
   std::span<const int32_t> entries(const SlotUpdate& update) const {
     return section<int32_t>(static_cast<size_t>(update.entries) * sizeof(int32_t), update.entry_words);

@@ -29,7 +29,7 @@ SimulatedModel::SimulatedModel(SimulatedDevice& device, const SimulatedModelConf
       limits_(limits),
       block_size_(block_size),
       slots_(limits, max_blocks, block_size),
-      slot_hash_(static_cast<size_t>(limits.max_rows)),
+      slot_hash_(static_cast<size_t>(std::max(limits.max_rows, config.num_state_slots))),
       sampled_hash_(static_cast<size_t>(limits.samples())),
       tokens_(static_cast<size_t>(limits.samples())),
       saved_(limits.host_rows.max_lanes > 0 ? static_cast<size_t>(limits.max_rows) : 0) {
@@ -152,6 +152,10 @@ void SimulatedModel::copy_blocks() {
   for (const BlockCopy& copy : StepInputView(input()).copies()) {
     std::memcpy(kv + int64_t{copy.target} * block_size_, kv + int64_t{copy.source} * block_size_, block_bytes);
   }
+  for (const BlockCopy& copy : StepInputView(input()).state_copies()) {
+    if (copy.source < 0) continue;
+    slot_hash_[static_cast<size_t>(copy.target)] = slot_hash_[static_cast<size_t>(copy.source)];
+  }
 }
 
 void SimulatedModel::step() {
@@ -218,9 +222,10 @@ void SimulatedModel::forward(const StepInputView& input, const StepBatch& batch)
   for (size_t r = 0; r < static_cast<size_t>(batch.num_rows); ++r) {
     const StepInputRow& row = input.rows()[r];
     uint64_t& hash = slot_hash_[static_cast<size_t>(row.slot)];
-    const bool from_start = config_.read_kv || !(row.flags & kRowFromDevice) || (row.flags & kRowDeviceLength);
-    if (from_start) hash = kEmpty;
     const int32_t context = batch.context_len[r], end = context + row.query_len;
+    const bool reads_kv = config_.read_kv || !(row.flags & kRowFromDevice) || (row.flags & kRowDeviceLength);
+    const bool from_start = config_.num_state_slots > 0 ? context == 0 : reads_kv;
+    if (from_start) hash = kEmpty;
     for (int32_t p = from_start ? 0 : context; p < end; ++p) {
       hash = extend(hash, kv[int64_t{batch.block_tables[r][p / block_size_]} * block_size_ + p % block_size_]);
       if (p >= end - row.num_samples) sampled_hash_[static_cast<size_t>(row.sample_row + row.num_samples - (end - p))] = hash;

@@ -27,6 +27,9 @@ struct SimulatedModelConfig {
   // Read every token of the context back from the KV cache, at every step. A block that was reused too early, a missing
   // copy or a wrong block-table delta then changes the output. Off: O(1) per decode row, for benchmarks.
   bool read_kv = true;
+  // Layers keep a state, with so many state slots: the hash of the tokens so far, which is read in place of the KV cache. 0: none
+  // does. A wrong copy of a state, or one that is missing or late, then changes the output.
+  int32_t num_state_slots = 0;
   // Needs that the model's graphs serve: argmax has a graph of its own, and all of these together another.
   Needs needs = kSamplingNeeds;
   // Workers for host rows, where the limits have lanes: see SimulatedAttention.
@@ -89,7 +92,7 @@ class SimulatedModel {
   std::shared_ptr<Staging> staging_;
   size_t launch_ = 1;  // steps count from 1
   SlotState slots_;
-  std::vector<uint64_t> slot_hash_;
+  std::vector<uint64_t> slot_hash_;     // by state slot, where there are some
   std::vector<uint64_t> sampled_hash_;  // of the tokens up to each sample
   std::vector<int32_t> tokens_;
   std::vector<std::vector<int32_t>> entries_;

@@ -58,8 +58,9 @@ bool StepDevice::send(int i, size_t bytes, CallFailure& failure) {
 bool StepDevice::launch(int i, CallFailure& failure) {
   const CudaDevice::Scope scope(device_);
   if (!ok(scope.error(), "cudaSetDevice", failure)) return false;
-  const StepInputHeader& header = StepInputView(staging_->input(i).data()).header();
-  if (header.num_copies > 0 && !run(-1, {0, graphs_.copy_blocks}, failure)) return false;
+  const StepInputView input(staging_->input(i).data());
+  const StepInputHeader& header = input.header();
+  if ((header.num_copies > 0 || input.copies_states()) && !run(-1, {0, graphs_.copy_blocks}, failure)) return false;
   const int number = bucket_for(header);
   const GraphBucket& bucket = graphs_.buckets[static_cast<size_t>(number)];
   if (!run(number, bucket.variants[bucket.variant_for(header.needs)], failure)) return false;

@@ -59,7 +59,7 @@ class StepDevice {
 
   struct Graphs {
     std::vector<GraphBucket> buckets;  // ascending; the last one fits every step; the last variant of each serves the most
-    CudaGraphExec copy_blocks = nullptr;  // runs before a step that has block copies
+    CudaGraphExec copy_blocks = nullptr;  // runs before a step that has copies of blocks or of states
     EagerLaunch eager = {};               // if set, what runs in place of graphs; bucket -1 is copy_blocks
     CudaStream cuda_stream = nullptr;     // where it all runs; none: one of this object's own
     std::shared_ptr<void> keep_alive = {};  // whatever owns the graphs

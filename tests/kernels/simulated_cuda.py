@@ -72,6 +72,8 @@ def poison(steps) -> None:
     state.slots.last_token.fill_(1 << 20)
     for planes in steps.cache.groups:
         planes.fill_(float("nan"))
+    for states in steps.cache.states:
+        states.fill_(255)  # NaN in float32 and in bfloat16
 
 
 def make_engine(model: str, **config: object) -> AsyncEngine:

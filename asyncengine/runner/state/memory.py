@@ -192,6 +192,8 @@ class KVCache:
     groups: list[Tensor]
     """Planes of blocks, [planes, num_blocks, elements of a block] of each size of plane; in a group they have the order
     of the layers, and keys come before values. A model whose layers are alike has one group."""
+    states: list[Tensor]
+    """States of each size, uint8 [layers, slots, bytes]; in a group they have the order of the layers"""
     layers: list[LayerCache]
     """caches of the layers, as ModelConfig.layer_caches says"""
 
@@ -201,9 +203,7 @@ class KVCache:
 
     def state_regions(self) -> list[tuple[int, int]]:
         """(address of slot 0, bytes per slot) of every layer's states."""
-        caches = (layer.states if isinstance(layer, LayerJointCache) else layer for layer in self.layers)
-        states = [cache.states for cache in caches if isinstance(cache, LayerStates)]
-        return [(memory.data_ptr(), memory[0].nbytes) for memory in states]
+        return [(layer.data_ptr(), layer[0].nbytes) for group in self.states for layer in group]
 
 
 def allocate(
@@ -221,32 +221,34 @@ def allocate(
     block_size, counts, state_slots = config.block_size, Counter[int](), num_state_slots(config, model)
     for spec in _paged(model):
         counts[spec.width] += spec.planes
+    sizes = Counter(spec.num_bytes for spec in model.cache_parts if isinstance(spec, StateSpec))
     try:
         groups = {
             width: torch.empty((planes, num_blocks, width * block_size), dtype=dtype, device=ops.device)
             for width, planes in counts.items()
         }
-        states = [
-            torch.empty((state_slots, spec.num_bytes), dtype=torch.uint8, device=ops.device)
-            for spec in model.cache_parts
-            if isinstance(spec, StateSpec)
-        ]
+        states = {
+            size: torch.empty((layers, state_slots, size), dtype=torch.uint8, device=ops.device)
+            for size, layers in sizes.items()
+        }
     except RuntimeError as e:
         beside = f", and {state_slots:,} states of {state_bytes(model):,} bytes" if state_slots else ""
         raise ConfigError(
             f"cannot allocate {num_blocks:,} KV blocks of {block_bytes(model, block_size, dtype):,} bytes{beside}: "
             "lower num_kv_blocks, kv_cache_memory_bytes or gpu_memory_utilization"
+            + (", or max_num_seqs" if state_slots else "")
         ) from e
-    planes = {width: iter(group) for width, group in groups.items()}
-    return KVCache(list(groups.values()), _layers(model, planes, states, block_size, scales, ops.transposed_keys))
+    planes, of_layers = ({size: iter(group) for size, group in made.items()} for made in (groups, states))
+    layers = _layers(model, planes, of_layers, block_size, scales, ops.transposed_keys)
+    return KVCache(list(groups.values()), list(states.values()), layers)
 
 
 def _layers(
-    model: ModelConfig, planes: Mapping[int, Iterator[Tensor]], states: Iterable[Tensor], block_size: int,
+    model: ModelConfig, planes: Mapping[int, Iterator[Tensor]], states: Mapping[int, Iterator[Tensor]], block_size: int,
     scales: Tensor | None, transposed_keys: bool,
 ) -> list[LayerCache]:  # fmt: skip
-    """The caches of the layers over planes [num_blocks, elements] by their width, and states."""
-    remaining, numbers = iter(states), count()
+    """The caches of the layers over planes [num_blocks, elements] by their width, and states by their bytes."""
+    numbers = count()
 
     def paged(spec: KVSpec) -> LayerKVCache:
         by_token = (spec.num_heads, block_size, spec.head_dim)
@@ -261,13 +263,13 @@ def _layers(
             case SharedSpec():
                 layers.append(layers[spec.layer])
             case StateSpec():
-                layers.append(LayerStates(next(remaining)))
+                layers.append(LayerStates(next(states[spec.num_bytes])))
             case LatentSpec():
                 layers.append(LayerLatentCache(next(planes[spec.width]).view(-1, block_size, spec.width)))
             case KVSpec():
                 layers.append(paged(spec))
             case JointSpec():
-                layers.append(LayerJointCache(paged(spec.kv), LayerStates(next(remaining))))
+                layers.append(LayerJointCache(paged(spec.kv), LayerStates(next(states[spec.state.num_bytes]))))
     return layers
 
 

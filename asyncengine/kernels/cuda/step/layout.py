@@ -26,6 +26,7 @@ NUM_SLOT_UPDATES = _word("header.num_slot_updates")
 NUM_DELTA_BLOCKS = _word("header.num_delta_blocks")
 NUM_LANES = _word("header.num_lanes")
 NUM_LANE_STAGES = _word("header.num_lane_stages")
+NUM_STATE_COPIES = _word("header.num_state_copies")
 
 ROW_WORDS = _word("row_words")
 ROW_SLOT = _word("row.slot")
