@@ -39,6 +39,7 @@ kernels/cuda/attention/work
 kernels/cuda/attention
 kernels/cuda/linear
 kernels/cuda/experts
+kernels/cuda/recurrent
 kernels/cuda
 models/files
 models/rotary

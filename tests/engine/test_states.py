@@ -7,18 +7,17 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from asyncengine import AsyncEngine, ConfigError, InvalidRequestError, RequestOutput, SamplingParams, testing
 from asyncengine.config import EngineConfig
-from asyncengine.kernels.cpu.reference import ReferenceOps
 from asyncengine.kernels.ops import LayerStates
 from asyncengine.runner.describe import describe_model
-from asyncengine.runner.steps.model_runner import CpuModelRunner, load_model
+from asyncengine.runner.steps.model_runner import CpuModelRunner
 from tests.models import stateful, tiny
 
 Jobs = list[tuple[list[int], SamplingParams]]
@@ -276,8 +275,12 @@ def test_states_in_bfloat16_are_half_as_large_and_rounded_behind_each_token(path
         CpuModelRunner.load(EngineConfig.from_kwargs(str(paths["lfm2"]), half))
 
 
-def test_a_gpu_is_refused_by_name(paths):
-    ops: Any = ReferenceOps()
-    ops.device = torch.device("cuda")
-    with pytest.raises(ConfigError, match="MistralForCausalLM keep a state: it runs with device=cpu alone yet"):
-        load_model(EngineConfig.from_kwargs(str(paths["full"]), {}), ops)
+def test_a_gpu_runs_such_models_alone(paths):
+    """One GPU runs them. Several that hold the model together do not, and say so."""
+    for name in ("full", "lfm2", "hybrid"):
+        config = EngineConfig.from_kwargs(str(paths[name]), {"max_num_seqs": 4})
+        report = describe_model(config, "cuda", memory_bytes=16 << 30)
+        assert (report.way, report.device) == ("native", "cuda")
+        assert report.state_bytes_per_sequence
+        with pytest.raises(ConfigError, match=r"tensor_parallel_size=2: .* has layers other than attention"):
+            describe_model(replace(config, tensor_parallel_size=2), "cuda", memory_bytes=16 << 30)

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from asyncengine._core import Need
-from asyncengine.errors import UnsupportedModelError
 from asyncengine.kernels.cuda.attention.run import BucketAttention
 from asyncengine.kernels.cuda.experts.mix import mix
 from asyncengine.kernels.cuda.experts.route import choose_experts
@@ -28,6 +27,9 @@ from asyncengine.kernels.cuda.linear.plan import Plan, fused_activation
 from asyncengine.kernels.cuda.linear.project import Projections
 from asyncengine.kernels.cuda.linear.residual import Residual
 from asyncengine.kernels.cuda.linear.tables import PlanTable
+from asyncengine.kernels.cuda.recurrent.conv import convolve
+from asyncengine.kernels.cuda.recurrent.delta_net import delta_net
+from asyncengine.kernels.cuda.recurrent.mamba2 import mamba2
 from asyncengine.kernels.cuda.rows.activation import activate_rows, soft_cap_
 from asyncengine.kernels.cuda.rows.lanes import HostLanes, exchange
 from asyncengine.kernels.cuda.rows.lookup import embed
@@ -60,6 +62,8 @@ class CudaBatch:
     """Bits of _core.Need: what the sampled rows may need beyond the greatest logit; all of them by default."""
     lanes: HostLanes | None = None
     """lanes of a step with host rows"""
+    single_token_rows: bool = False
+    """Every row of the step has one token, or none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,16 +232,13 @@ class CudaOps:
         return attend(heads, layer, cache, batch.step, **self.options.for_tma)
 
     def short_conv(self, x: Tensor, conv: ShortConv, cache: LayerStates, batch: CudaBatch) -> Tensor:
-        """Raises UnsupportedModelError: the loader refuses models whose layers keep a state before it."""
-        raise UnsupportedModelError("short convolutions run with device=cpu alone yet")
+        return convolve(x, conv, cache.states, batch.step, single=batch.single_token_rows, pdl=self.options.pdl)
 
     def mamba2(self, x: Tensor, mixer: Mamba2, cache: LayerStates, batch: CudaBatch) -> Tensor:
-        """Raises UnsupportedModelError, as ``short_conv``."""
-        raise UnsupportedModelError("Mamba-2 runs with device=cpu alone yet")
+        return mamba2(x, mixer, cache.states, batch.step, single=batch.single_token_rows, pdl=self.options.pdl)
 
     def delta_net(self, x: Tensor, mixer: DeltaNet, cache: LayerStates, batch: CudaBatch) -> Tensor:
-        """Raises UnsupportedModelError, as ``short_conv``."""
-        raise UnsupportedModelError("gated DeltaNet runs with device=cpu alone yet")
+        return delta_net(x, mixer, cache.states, batch.step, single=batch.single_token_rows, pdl=self.options.pdl)
 
     def exchange(
         self, heads: Tensor, x: Tensor, residual: Residual, layer: AttentionLayer, cache: LayerKVCache, batch: CudaBatch

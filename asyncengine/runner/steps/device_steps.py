@@ -24,6 +24,7 @@ from asyncengine.kernels.cuda.sampling.logprobs import store_logprobs
 from asyncengine.kernels.cuda.sampling.sample import sample
 from asyncengine.kernels.cuda.sampling.vectors import add_up, store_vectors
 from asyncengine.kernels.cuda.step.ingest import StepSource, copy_blocks, ingest, make_source
+from asyncengine.kernels.cuda.step.states import copy_states
 from asyncengine.kernels.cuda.step.tensors import DeviceStep, allocate_step
 from asyncengine.models.config import ModelConfig
 from asyncengine.runner.loop_config import UPDATE_WORDS
@@ -176,7 +177,7 @@ class DeviceSteps:
         step = self._step.bucket(
             bucket.max_rows, bucket.max_tokens, one_sample=one_sample, with_lanes=lanes is not None
         )
-        batch = CudaBatch(step, self._attention.of(bucket), needs, lanes)
+        batch = CudaBatch(step, self._attention.of(bucket), needs, lanes, bucket.single_token_rows)
         with torch.inference_mode():
             ingest(source, step, self._block_size, pdl=self._pdl, needs=needs, several=not one_sample)
             if lanes is not None:
@@ -237,9 +238,11 @@ class DeviceSteps:
         withhold(logits, source, step, features, begin, pdl=pdl)  # which puts logits in the place of such records
 
     def copy_blocks(self) -> None:
-        """Enqueue the block copies of the next step, which comes after them."""
+        """Enqueue the copies of blocks and of states of the next step, which comes after them."""
         for planes in self.cache.groups:
             copy_blocks(self._buffers.source, planes)
+        for states in self.cache.states:
+            copy_states(self._buffers.source, states)
 
     def restart(self, next_step: int = 1) -> None:
         """Forget the steps run so far: the next one is number ``next_step``, the first unless it says otherwise."""

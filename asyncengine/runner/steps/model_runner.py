@@ -160,7 +160,7 @@ def load_model(config: EngineConfig, ops: Ops[Any, Any, Any], *, progress: bool 
     check_layers(config, architecture, model_config, ops.device.type)
     shard = Shard(rank, config.tensor_parallel_size)
     max_model_len = choose_max_model_len(config, model_config)
-    _check_memory_beside_cache(config, model_config, max_model_len)
+    _check_memory_beside_cache(config, model_config, max_model_len, on_gpu=ops.device.type == "cuda")
     dtype = dtype_of(config, architecture, family, raw, ops.device)
     # The kernels of --quantization fp8, which are faster, where they can serve the model.
     gpu = getattr(ops, "gpu", None)
@@ -239,14 +239,11 @@ def check_layers(config: EngineConfig, architecture: str, model: ModelConfig, de
         )
     if obstacle := model.rank_obstacle(config.tensor_parallel_size):
         raise ConfigError(f"tensor_parallel_size={config.tensor_parallel_size}: {architecture} {obstacle}")
-    if kv_cache.state_bytes(model):
-        if device_type == "cuda":
-            raise ConfigError(f"some layers of {architecture} keep a state: it runs with device=cpu alone yet")
-        if config.disk_kv_path is not None:
-            raise ConfigError(
-                f"some layers of {architecture} keep a state, which disk_kv_path does not: a prefix from the disk is "
-                "of no use without it"
-            )
+    if kv_cache.state_bytes(model) and config.disk_kv_path is not None:
+        raise ConfigError(
+            f"some layers of {architecture} keep a state, which disk_kv_path does not: a prefix from the disk is of no "
+            "use without it"
+        )
     if device_type == "cuda" and model.norms_values:
         raise ConfigError(
             f"{architecture} runs with device=cpu alone yet: no GPU kernel has its heads of {max(model.head_dims)} and "
@@ -396,7 +393,9 @@ def choose_max_model_len(config: EngineConfig, model: ModelConfig) -> int:
     return config.max_model_len
 
 
-def _check_memory_beside_cache(config: EngineConfig, model: ModelConfig, max_model_len: int) -> None:
+def _check_memory_beside_cache(
+    config: EngineConfig, model: ModelConfig, max_model_len: int, *, on_gpu: bool = False
+) -> None:
     """Raises ConfigError if the sizes of steps take more than half the memory beside the KV cache.
 
     For a sequence that is its block table, what is kept of it while it runs, two states of its layers, its mask, and in
@@ -406,7 +405,8 @@ def _check_memory_beside_cache(config: EngineConfig, model: ModelConfig, max_mod
     """
     steps = config.steps_in_flight
     of_sequence = 4 * -(-max_model_len // config.block_size) + _SLOT_BYTES + model.vocab_size // 8
-    of_sequence += 2 * kv_cache.state_bytes(model)
+    if not on_gpu:  # whose own memory has them
+        of_sequence += 2 * kv_cache.state_bytes(model)
     of_sequence += 4 * steps * record_words(config.max_logprobs)
     needed = config.max_num_seqs * of_sequence + config.max_num_batched_tokens * steps * 8
     if model.ropes:

@@ -117,11 +117,12 @@ def _describe_mixed(layer: LayerKind, gpu: Gpu, block_size: int) -> AttentionPla
 
 
 def short_context(rows: int, layers: Sequence[LayerKind], gpu: Gpu, limits: Limits) -> int:
-    """Decode steps of so many rows have another plan while no row has more tokens than this; 0 if they never do.
+    """Decode steps of so many rows have another plan while no row has more tokens than this; 0 if they never do,
+    or no layer attends.
 
     They take few_keys, or tma_decode without late teams.
     """
-    return min(_short_context(rows, layer, gpu, limits) for layer in layers)
+    return min((_short_context(rows, layer, gpu, limits) for layer in layers), default=0)
 
 
 def _short_context(rows: int, layer: LayerKind, gpu: Gpu, limits: Limits) -> int:
@@ -134,7 +135,9 @@ def _short_context(rows: int, layer: LayerKind, gpu: Gpu, limits: Limits) -> int
 
 def short_mixed_context(tokens: int, layers: Sequence[LayerKind], gpu: Gpu, limits: Limits) -> int:
     """Mixed steps of so many tokens take few_keys while no row has more tokens than this, its new ones included."""
-    return 0 if limits.batch_invariant else min(few_keys_context(tokens, layer.shape, gpu) for layer in layers)
+    if limits.batch_invariant:
+        return 0
+    return min((few_keys_context(tokens, layer.shape, gpu) for layer in layers), default=0)
 
 
 # ---- few_keys ----

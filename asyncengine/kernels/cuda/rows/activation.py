@@ -1,4 +1,4 @@
-"""SiLU with a gate, GELU and the soft cap of logits on the GPU. Kernels of products call the first two."""
+"""SiLU with a gate, GELU, squares and the soft cap of logits on the GPU. Kernels of products call the first two."""
 # mypy: disable-error-code="import-untyped, untyped-decorator"
 
 from __future__ import annotations
@@ -22,7 +22,9 @@ def gelu_gate(value: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def activate(value: tl.tensor, KIND: tl.constexpr) -> tl.tensor:
-    """GELU of float32, in its tanh approximation or not."""
+    """GELU of float32, in its tanh approximation or not, or the square of what is above 0."""
+    if KIND == "relu2":
+        return tl.where(value < 0.0, 0.0, value * value)
     if KIND == "gelu_tanh":
         return value * tl.sigmoid(gelu_gate(value))
     return 0.5 * value * (1.0 + tl.erf(value * 0.7071067811865476))
