@@ -28,6 +28,7 @@ struct Options {
   StagingMode staging = StagingMode::kAhead;
   int32_t max_samples = 0, max_update_words = 0, max_result_words = 0;
   int32_t num_host_blocks = 0;
+  int32_t num_state_slots = 0;  // of a model that lives of its state alone, with snapshots at every block
   int ranks = 1;
   std::chrono::nanoseconds latency_of_others = 0ns;  // of the ranks but the first
   HybridConfig hybrid = {};
@@ -42,6 +43,8 @@ struct Options {
                    prefix_caching, {},         max_samples,  max_update_words,       max_result_words,   0,
                    num_host_blocks};
     c.scheduler.hybrid = hybrid;
+    c.scheduler.num_state_slots = num_state_slots;
+    c.scheduler.state_snapshot_tokens = c.scheduler.answer_snapshot_tokens = block_size;
     c.clock = clock;
     c.steps_in_flight = steps_in_flight;
     c.step_timeout_s = step_timeout;
@@ -72,6 +75,7 @@ class Engine {
     model_config_.step_latency = options.latency;
     model_config_.needs = 0xFF;
     model_config_.before_attending = options.before_attending;
+    model_config_.num_state_slots = options.num_state_slots;
     const auto config = options.loop();
     model_ = std::make_unique<SimulatedModel>(device, model_config_, StepLoop::limits(config), options.num_blocks,
                                               options.block_size, options.max_model_len / options.block_size + 1);

@@ -181,6 +181,27 @@ TEST(a_model_of_states_alone_generates_what_it_must) {
   run_loop(options, 3, 8);
 }
 
+TEST(states_on_a_device_are_copied_before_the_steps_that_read_them) {
+  for (const StagingMode staging : {StagingMode::kPageable, StagingMode::kPinned, StagingMode::kMapped, StagingMode::kAhead}) {
+    for (const int depth : {1, 2, 3}) {
+      Options options;
+      options.staging = staging;
+      options.steps_in_flight = depth;
+      options.num_blocks = 20;  // so that sequences are preempted
+      options.num_state_slots = options.max_num_seqs + 5;
+      Engine engine(options);
+      std::mt19937 rng(static_cast<unsigned>(depth));
+      for (int i = 0; i < 40; ++i) CHECK(engine.submit(random_spec(rng, options, 60, 30)) == SubmitResult::kAccepted);
+      CHECK(engine.run());
+      CHECK_EQ(engine.mismatches(), 0);
+      CHECK(engine.loop->stats().cached_snapshots > 0);
+      CHECK(engine.loop->stats().num_preemptions > 0);
+      CHECK(engine.settles());
+      CHECK(engine.loop->stop(5s));
+    }
+  }
+}
+
 TEST(copies_of_states_are_packed_behind_everything_else) {
   SchedulerConfig config;
   config.num_blocks = 20;
