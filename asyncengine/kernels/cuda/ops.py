@@ -235,10 +235,12 @@ class CudaOps:
         return convolve(x, conv, cache.states, batch.step, single=batch.single_token_rows, pdl=self.options.pdl)
 
     def mamba2(self, x: Tensor, mixer: Mamba2, cache: LayerStates, batch: CudaBatch) -> Tensor:
-        return mamba2(x, mixer, cache.states, batch.step, single=batch.single_token_rows, pdl=self.options.pdl)
+        how = {"single": batch.single_token_rows, "invariant": self.options.batch_invariant, "pdl": self.options.pdl}
+        return mamba2(x, mixer, cache.states, batch.step, **how)
 
     def delta_net(self, x: Tensor, mixer: DeltaNet, cache: LayerStates, batch: CudaBatch) -> Tensor:
-        return delta_net(x, mixer, cache.states, batch.step, single=batch.single_token_rows, pdl=self.options.pdl)
+        how = {"single": batch.single_token_rows, "invariant": self.options.batch_invariant, "pdl": self.options.pdl}
+        return delta_net(x, mixer, cache.states, batch.step, **how)
 
     def exchange(
         self, heads: Tensor, x: Tensor, residual: Residual, layer: AttentionLayer, cache: LayerKVCache, batch: CudaBatch

@@ -20,7 +20,8 @@ from asyncengine.kernels.cuda.step.tensors import DeviceStep
 from asyncengine.kernels.states import ShortConv
 
 _MAX_SIZE = 8
-_COLUMNS = 128
+COLUMNS = 128
+"""Channels of a program."""
 _ROWS = 16
 
 
@@ -40,19 +41,11 @@ def convolve(
     result, by default that of x. Raises ValueError for tensors that do not fit.
     """
     size, channels = conv.weight.shape
-    check_rows(x, "x")
-    check(conv.weight, torch.float32, (size, channels), "weight")
-    if conv.bias is not None:
-        check(conv.bias, torch.float32, (channels,), "bias")
-    if size > _MAX_SIZE:
-        raise ValueError(f"a convolution may have {_MAX_SIZE} tokens at most, got {size}")
-    check_states(states, ShortConv.state_bytes(size, channels), step)
-    if x.shape[1] < channels or len(x) != step.num_tokens:
-        raise ValueError(f"x must be [{step.num_tokens}, at least {channels}], got {list(x.shape)}")
+    check_conv(x, conv, states, step)
     floats = states.view(torch.float32)
     out = empty_rows(len(x), channels, dtype or x.dtype, x.device)
     rows = 1 if single else _ROWS
-    _conv_kernel[(triton.cdiv(len(x), rows), triton.cdiv(channels, _COLUMNS))](
+    _conv_kernel[(triton.cdiv(len(x), rows), triton.cdiv(channels, COLUMNS))](
         x,
         conv.weight,
         conv.weight if conv.bias is None else conv.bias,
@@ -69,12 +62,12 @@ def convolve(
         SILU=conv.silu,
         SINGLE=single,
         ROWS=rows,
-        COLUMNS=_COLUMNS,
+        COLUMNS=COLUMNS,
         num_warps=1 if single else 4,
         **launch_options(pdl),
     )
     if not single and size > 1:
-        _shift_kernel[(step.num_rows, triton.cdiv(channels, _COLUMNS))](
+        _shift_kernel[(step.num_rows, triton.cdiv(channels, COLUMNS))](
             x,
             floats,
             step.row_slot,
@@ -85,11 +78,25 @@ def convolve(
             floats.stride(0),
             CHANNELS=channels,
             SIZE=size,
-            COLUMNS=_COLUMNS,
+            COLUMNS=COLUMNS,
             num_warps=1,
             **launch_options(pdl),
         )
     return out
+
+
+def check_conv(x: Tensor, conv: ShortConv, states: Tensor, step: DeviceStep) -> None:
+    """Raises ValueError for tensors that do not fit, as ``convolve``."""
+    size, channels = conv.weight.shape
+    check_rows(x, "x")
+    check(conv.weight, torch.float32, (size, channels), "weight")
+    if conv.bias is not None:
+        check(conv.bias, torch.float32, (channels,), "bias")
+    if size > _MAX_SIZE:
+        raise ValueError(f"a convolution may have {_MAX_SIZE} tokens at most, got {size}")
+    check_states(states, ShortConv.state_bytes(size, channels), step)
+    if x.shape[1] < channels or len(x) != step.num_tokens:
+        raise ValueError(f"x must be [{step.num_tokens}, at least {channels}], got {list(x.shape)}")
 
 
 def check_states(states: Tensor, least: int, step: DeviceStep) -> None:
@@ -101,6 +108,37 @@ def check_states(states: Tensor, least: int, step: DeviceStep) -> None:
             f"states must be contiguous uint8 [at least {slots}, at least {least} bytes], got {states.dtype} "
             f"{list(states.shape)}"
         )
+
+
+@triton.jit
+def convolve_token(source, state, weight, bias, column, inside, begun, CHANNELS: tl.constexpr, SIZE: tl.constexpr,
+                   BIAS: tl.constexpr):  # fmt: skip
+    """Activated results of the channels ``column`` for the only token of a row, whose state stays as it is.
+
+    ``begun``: the state holds inputs of the sequence.
+    """
+    y = tl.zeros_like(column).to(tl.float32)
+    for k in tl.static_range(SIZE - 1):
+        value = tl.load(state + k * CHANNELS + column, mask=inside & begun, other=0.0)
+        y += value * tl.load(weight + k * CHANNELS + column, mask=inside, other=0.0)
+    value = tl.load(source + column, mask=inside, other=0.0).to(tl.float32)
+    y += value * tl.load(weight + (SIZE - 1) * CHANNELS + column, mask=inside, other=0.0)
+    if BIAS:
+        y += tl.load(bias + column, mask=inside, other=0.0)
+    return y * tl.sigmoid(y)
+
+
+@triton.jit
+def shift(source, state, length, x_stride, inside, begun, CHANNELS: tl.constexpr, SIZE: tl.constexpr):
+    """The last inputs of a row of ``length`` tokens become its state: some channels of it, by one program."""
+    for k in tl.static_range(SIZE - 1):
+        token = length - (SIZE - 1) + k
+        value = tl.load(source + token * x_stride, mask=inside & (token >= 0), other=0.0).to(tl.float32)
+        # What is kept lies behind place k, which is written next.
+        kept = inside & (token < 0) & begun
+        value += tl.load(state + (token + SIZE - 1) * CHANNELS, mask=kept, other=0.0)
+        tl.debug_barrier()
+        tl.store(state + k * CHANNELS, value, mask=inside)
 
 
 @kernel(do_not_specialize=["tokens"])
@@ -190,11 +228,4 @@ def _shift_kernel(
         begun = tl.load(row_context_len + row) > 0
         source = x + tl.load(row_query_start + row).to(tl.int64) * x_stride + column
         state = states + tl.load(row_slot + row).to(tl.int64) * state_stride + column
-        for k in tl.static_range(SIZE - 1):
-            token = length - (SIZE - 1) + k
-            value = tl.load(source + token * x_stride, mask=inside & (token >= 0), other=0.0).to(tl.float32)
-            # It lies behind place k, which is written next.
-            kept = inside & (token < 0) & begun
-            value += tl.load(state + (token + SIZE - 1) * CHANNELS, mask=kept, other=0.0)
-            tl.debug_barrier()
-            tl.store(state + k * CHANNELS, value, mask=inside)
+        shift(source, state, length, x_stride, inside, begun, CHANNELS, SIZE)

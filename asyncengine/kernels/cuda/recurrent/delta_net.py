@@ -14,38 +14,52 @@ from torch import Tensor
 
 from asyncengine.kernels.cuda.launch.compiling import kernel
 from asyncengine.kernels.cuda.launch.programmatic import launch_options, wait
-from asyncengine.kernels.cuda.recurrent.conv import check_states, convolve
+from asyncengine.kernels.cuda.recurrent.conv import check_conv, check_states, convolve, convolve_token
 from asyncengine.kernels.cuda.recurrent.gate import gate_rows, softplus
+from asyncengine.kernels.cuda.recurrent.tiles import head_tile
 from asyncengine.kernels.cuda.rows.tensors import check
 from asyncengine.kernels.cuda.step.tensors import DeviceStep
 from asyncengine.kernels.states import DeltaNet, ShortConv, state_floats
 
-_VALUES = 8
-"""Values of a head for one program of a warp: 32 numbers of the state a thread where keys have 128."""
-
 
 def delta_net(
-    x: Tensor, mixer: DeltaNet, states: Tensor, step: DeviceStep, *, single: bool = False, pdl: bool = False
+    x: Tensor,
+    mixer: DeltaNet,
+    states: Tensor,
+    step: DeviceStep,
+    *,
+    single: bool = False,
+    invariant: bool = False,
+    pdl: bool = False,
 ) -> Tensor:
     """``Ops.delta_net`` of x [T, mixer.width] with states uint8 [slots, bytes]: [T, mixer.inner].
 
-    ``single``: every row of the step has one token, or none. Raises ValueError for tensors that do not fit.
+    ``single``: every row of the step has one token, or none. ``invariant``: sums are in an order that does not depend
+    on the number of rows. Raises ValueError for tensors that do not fit.
     """
-    heads, dim, size, inner = len(mixer.decay), mixer.value_dim, mixer.key_dim, mixer.inner
+    heads, dim, size, inner, conv = len(mixer.decay), mixer.value_dim, mixer.key_dim, mixer.inner, mixer.conv
     if x.shape[1] != mixer.width:
         raise ValueError(f"x must be [{step.num_tokens}, {mixer.width}], got {list(x.shape)}")
     check(mixer.decay, torch.float32, (heads,), "decay")
     check(mixer.dt_bias, torch.float32, (heads,), "dt_bias")
-    first = ShortConv.state_bytes(*mixer.conv.weight.shape)
+    if not conv.silu:
+        raise ValueError("the convolution of a mixer must be activated")
+    first, channels = ShortConv.state_bytes(*conv.weight.shape), conv.weight.shape[1]
     check_states(states, first + inner * size * mixer.state_dtype.itemsize, step)
-    mixed = convolve(x, mixer.conv, states, step, single=single, dtype=torch.float32, pdl=pdl)
+    if single:
+        check_conv(x, conv, states, step)
+    mixed = x if single else convolve(x, conv, states, step, dtype=torch.float32, pdl=pdl)
     kept = state_floats(states, first, inner * size, mixer.state_dtype)
+    floats = states.view(torch.float32)
     out = torch.empty(len(x), inner, dtype=torch.float32, device=x.device)
-    values = min(_VALUES, triton.next_power_of_2(dim))
-    _delta_kernel[(step.num_rows, heads, triton.cdiv(dim, values))](
+    tile, warps = head_tile(step.num_rows * heads, dim, single=single and not invariant)
+    _delta_kernel[(step.num_rows, heads, triton.cdiv(dim, tile))](
         mixed,
         x,
         kept,
+        floats,
+        conv.weight,
+        conv.weight if conv.bias is None else conv.bias,
         mixer.decay,
         mixer.dt_bias,
         step.row_slot,
@@ -55,18 +69,21 @@ def delta_net(
         out,
         x.stride(0),
         kept.stride(0),
+        floats.stride(0),
         size**-0.5,
         HEADS=heads,
         KEY_HEADS=mixer.key_heads,
         KEYS=size,
         VALUES=dim,
         KEY_TILE=triton.next_power_of_2(size),
-        VALUE_TILE=values,
-        num_warps=1,
+        VALUE_TILE=tile,
+        CONV=len(conv.weight) if single else 0,
+        BIAS=conv.bias is not None,
+        num_warps=warps,
         **launch_options(pdl),
     )
-    gate = x[:, mixed.shape[1] : mixed.shape[1] + inner]
-    return gate_rows(out, gate, mixer.norm, mixer.eps, heads, step, norm_first=True, pdl=pdl)
+    gate, shifted = x[:, channels : channels + inner], (x, floats, conv) if single else None
+    return gate_rows(out, gate, mixer.norm, mixer.eps, heads, step, norm_first=True, shifted=shifted, pdl=pdl)
 
 
 @triton.jit
@@ -80,6 +97,9 @@ def _delta_kernel(
     mixed,
     x,
     states,
+    conv_states,
+    weight,
+    conv_bias,
     decay,
     dt_bias,
     row_slot,
@@ -89,6 +109,7 @@ def _delta_kernel(
     out,
     x_stride,
     state_stride,
+    conv_stride,
     scale,
     HEADS: tl.constexpr,
     KEY_HEADS: tl.constexpr,
@@ -96,8 +117,11 @@ def _delta_kernel(
     VALUES: tl.constexpr,
     KEY_TILE: tl.constexpr,
     VALUE_TILE: tl.constexpr,
+    CONV: tl.constexpr,
+    BIAS: tl.constexpr,
     PDL: tl.constexpr,
 ):
+    """Each row's tokens in turn. With CONV, the size of a convolution, a row has one token, whose ``x`` is convolved."""
     wait(PDL)
     row, head = tl.program_id(0), tl.program_id(1)
     length = tl.load(row_query_len + row)
@@ -111,16 +135,29 @@ def _delta_kernel(
         keys = head // (HEADS // KEY_HEADS) * KEYS + key
         values = head * VALUES + value
         begun = tl.load(row_context_len + row) > 0
-        place = states + tl.load(row_slot + row).to(tl.int64) * state_stride
+        slot = tl.load(row_slot + row).to(tl.int64)
+        place = states + slot * state_stride
         place += head * KEYS * VALUES + key[:, None] * VALUES + value[None, :]
         state = tl.load(place, mask=inside & begun, other=0.0).to(tl.float32)
         token = tl.load(row_query_start + row).to(tl.int64)
         fades, bias = tl.load(decay + head), tl.load(dt_bias + head)
         for _ in range(length):
-            inputs = mixed + token * CHANNELS
-            q = _unit(tl.load(inputs + keys, mask=in_keys, other=0.0)) * scale
-            k = _unit(tl.load(inputs + KEY_HEADS * KEYS + keys, mask=in_keys, other=0.0))
-            v = tl.load(inputs + 2 * KEY_HEADS * KEYS + values, mask=in_values, other=0.0)
+            if CONV > 0:
+                source, before = x + token * x_stride, conv_states + slot * conv_stride
+                q = convolve_token(source, before, weight, conv_bias, keys, in_keys, begun, CHANNELS, CONV, BIAS)
+                k = convolve_token(
+                    source, before, weight, conv_bias, keys + KEY_HEADS * KEYS, in_keys, begun, CHANNELS, CONV, BIAS
+                )
+                v = convolve_token(
+                    source, before, weight, conv_bias, values + 2 * KEY_HEADS * KEYS, in_values, begun, CHANNELS, CONV,
+                    BIAS,
+                )  # fmt: skip
+            else:
+                inputs = mixed + token * CHANNELS
+                q = tl.load(inputs + keys, mask=in_keys, other=0.0)
+                k = tl.load(inputs + KEY_HEADS * KEYS + keys, mask=in_keys, other=0.0)
+                v = tl.load(inputs + 2 * KEY_HEADS * KEYS + values, mask=in_values, other=0.0)
+            q, k = _unit(q) * scale, _unit(k)
             rate = tl.sigmoid(tl.load(x + token * x_stride + RATES + head).to(tl.float32))
             time = tl.load(x + token * x_stride + RATES + HEADS + head).to(tl.float32) + bias
             kept = tl.exp(fades * softplus(time)) * state

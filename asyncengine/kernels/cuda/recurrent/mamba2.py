@@ -14,38 +14,52 @@ from torch import Tensor
 
 from asyncengine.kernels.cuda.launch.compiling import kernel
 from asyncengine.kernels.cuda.launch.programmatic import launch_options, wait
-from asyncengine.kernels.cuda.recurrent.conv import check_states, convolve
+from asyncengine.kernels.cuda.recurrent.conv import check_conv, check_states, convolve, convolve_token
 from asyncengine.kernels.cuda.recurrent.gate import gate_rows, softplus
+from asyncengine.kernels.cuda.recurrent.tiles import head_tile
 from asyncengine.kernels.cuda.rows.tensors import check
 from asyncengine.kernels.cuda.step.tensors import DeviceStep
 from asyncengine.kernels.states import Mamba2, ShortConv, state_floats
 
-_NUMBERS = 8
-"""Numbers of a head for one program of a warp: 32 numbers of the state a thread where its size is 128."""
-
 
 def mamba2(
-    x: Tensor, mixer: Mamba2, states: Tensor, step: DeviceStep, *, single: bool = False, pdl: bool = False
+    x: Tensor,
+    mixer: Mamba2,
+    states: Tensor,
+    step: DeviceStep,
+    *,
+    single: bool = False,
+    invariant: bool = False,
+    pdl: bool = False,
 ) -> Tensor:
     """``Ops.mamba2`` of x [T, mixer.width] with states uint8 [slots, bytes]: [T, mixer.inner].
 
-    ``single``: every row of the step has one token, or none. Raises ValueError for tensors that do not fit.
+    ``single``: every row of the step has one token, or none. ``invariant``: sums are in an order that does not depend
+    on the number of rows. Raises ValueError for tensors that do not fit.
     """
-    heads, dim, size, inner = len(mixer.decay), mixer.head_dim, mixer.state_size, mixer.inner
+    heads, dim, size, inner, conv = len(mixer.decay), mixer.head_dim, mixer.state_size, mixer.inner, mixer.conv
     if x.shape[1] != mixer.width:
         raise ValueError(f"x must be [{step.num_tokens}, {mixer.width}], got {list(x.shape)}")
     for name in ("decay", "skip", "dt_bias"):
         check(getattr(mixer, name), torch.float32, (heads,), name)
-    first = ShortConv.state_bytes(*mixer.conv.weight.shape)
+    if not conv.silu:
+        raise ValueError("the convolution of a mixer must be activated")
+    first, inputs = ShortConv.state_bytes(*conv.weight.shape), x[:, inner:]
     check_states(states, first + inner * size * mixer.state_dtype.itemsize, step)
-    mixed = convolve(x[:, inner:], mixer.conv, states, step, single=single, dtype=torch.float32, pdl=pdl)
+    if single:
+        check_conv(inputs, conv, states, step)
+    mixed = x if single else convolve(inputs, conv, states, step, dtype=torch.float32, pdl=pdl)
     kept = state_floats(states, first, inner * size, mixer.state_dtype)
+    floats = states.view(torch.float32)
     out = torch.empty(len(x), inner, dtype=torch.float32, device=x.device)
-    numbers = min(_NUMBERS, triton.next_power_of_2(dim))
-    _mamba_kernel[(step.num_rows, heads, triton.cdiv(dim, numbers))](
+    tile, warps = head_tile(step.num_rows * heads, dim, single=single and not invariant)
+    _mamba_kernel[(step.num_rows, heads, triton.cdiv(dim, tile))](
         mixed,
         x,
         kept,
+        floats,
+        conv.weight,
+        conv.weight if conv.bias is None else conv.bias,
         mixer.decay,
         mixer.skip,
         mixer.dt_bias,
@@ -56,18 +70,24 @@ def mamba2(
         out,
         x.stride(0),
         kept.stride(0),
+        floats.stride(0),
         *mixer.dt_range,
         HEADS=heads,
         GROUPS=mixer.groups,
         DIM=dim,
         SIZE=size,
-        DIM_TILE=numbers,
+        DIM_TILE=tile,
         SIZE_TILE=triton.next_power_of_2(size),
-        num_warps=1,
+        CONV=len(conv.weight) if single else 0,
+        BIAS=conv.bias is not None,
+        num_warps=warps,
         **launch_options(pdl),
     )
-    gate, first_norm = x[:, :inner], mixer.norm_before_gate
-    return gate_rows(out, gate, mixer.norm, mixer.eps, mixer.groups, step, norm_first=first_norm, pdl=pdl)
+    gate, shifted = x[:, :inner], (inputs, floats, conv) if single else None
+    return gate_rows(
+        out, gate, mixer.norm, mixer.eps, mixer.groups, step, norm_first=mixer.norm_before_gate, shifted=shifted,
+        pdl=pdl,
+    )  # fmt: skip
 
 
 @kernel
@@ -75,6 +95,9 @@ def _mamba_kernel(
     mixed,
     x,
     states,
+    conv_states,
+    weight,
+    conv_bias,
     decay,
     skip,
     dt_bias,
@@ -85,6 +108,7 @@ def _mamba_kernel(
     out,
     x_stride,
     state_stride,
+    conv_stride,
     shortest,
     longest,
     HEADS: tl.constexpr,
@@ -93,8 +117,11 @@ def _mamba_kernel(
     SIZE: tl.constexpr,
     DIM_TILE: tl.constexpr,
     SIZE_TILE: tl.constexpr,
+    CONV: tl.constexpr,
+    BIAS: tl.constexpr,
     PDL: tl.constexpr,
 ):
+    """Each row's tokens in turn. With CONV, the size of a convolution, a row has one token, whose ``x`` is convolved."""
     wait(PDL)
     row, head = tl.program_id(0), tl.program_id(1)
     length = tl.load(row_query_len + row)
@@ -105,18 +132,29 @@ def _mamba_kernel(
         inside = in_size[:, None] & in_dim[None, :]
         INNER: tl.constexpr = HEADS * DIM
         CHANNELS: tl.constexpr = INNER + 2 * GROUPS * SIZE
-        group = head // (HEADS // GROUPS)
+        first = INNER + head // (HEADS // GROUPS) * SIZE + n
         begun = tl.load(row_context_len + row) > 0
-        place = states + tl.load(row_slot + row).to(tl.int64) * state_stride
+        slot = tl.load(row_slot + row).to(tl.int64)
+        place = states + slot * state_stride
         place += head * SIZE * DIM + n[:, None] * DIM + p[None, :]
         state = tl.load(place, mask=inside & begun, other=0.0).to(tl.float32)
         token = tl.load(row_query_start + row).to(tl.int64)
         fades, bias, own = tl.load(decay + head), tl.load(dt_bias + head), tl.load(skip + head)
         for _ in range(length):
-            inputs = mixed + token * CHANNELS
-            value = tl.load(inputs + head * DIM + p, mask=in_dim, other=0.0)
-            b = tl.load(inputs + INNER + group * SIZE + n, mask=in_size, other=0.0)
-            c = tl.load(inputs + INNER + (GROUPS + group) * SIZE + n, mask=in_size, other=0.0)
+            if CONV > 0:
+                source, before = x + token * x_stride + INNER, conv_states + slot * conv_stride
+                value = convolve_token(
+                    source, before, weight, conv_bias, head * DIM + p, in_dim, begun, CHANNELS, CONV, BIAS
+                )
+                b = convolve_token(source, before, weight, conv_bias, first, in_size, begun, CHANNELS, CONV, BIAS)
+                c = convolve_token(
+                    source, before, weight, conv_bias, first + GROUPS * SIZE, in_size, begun, CHANNELS, CONV, BIAS
+                )
+            else:
+                inputs = mixed + token * CHANNELS
+                value = tl.load(inputs + head * DIM + p, mask=in_dim, other=0.0)
+                b = tl.load(inputs + first, mask=in_size, other=0.0)
+                c = tl.load(inputs + GROUPS * SIZE + first, mask=in_size, other=0.0)
             time = softplus(tl.load(x + token * x_stride + INNER + CHANNELS + head).to(tl.float32) + bias)
             time = tl.minimum(tl.maximum(time, shortest), longest)
             new = tl.exp(time * fades) * state + b[:, None] * (time * value)[None, :]
