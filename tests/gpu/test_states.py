@@ -79,7 +79,7 @@ def test_layers_of_real_sizes_equal_the_plain_recurrence(name: str, dtype: torch
         y, wanted = run_.step(x, rows, single=single)
         error = (y.float() - wanted.float()).abs() / (1 + wanted.float().abs())
         assert float(error.max()) <= tolerance, f"{name}, step {i}: error {float(error.max()):.3g}"
-    run_.check_states([0, 2, 3], 2e-3)
+    run_.check_states([0, 2, 3], 2e-3 if dtype == torch.float32 else 2e-2)  # of long rows in bfloat16 in tf32
 
 
 # ---- engines ----

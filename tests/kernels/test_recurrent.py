@@ -9,7 +9,9 @@ import torch
 from torch import Tensor
 
 from asyncengine.kernels.cpu import recurrent as plain
+from asyncengine.kernels.cuda.gpu import H200, L40S
 from asyncengine.kernels.cuda.ops import CudaBatch, CudaOps
+from asyncengine.kernels.cuda.recurrent import chunks
 from asyncengine.kernels.cuda.step.tensors import DeviceStep, allocate_step
 from asyncengine.kernels.ops import LayerStates
 from asyncengine.kernels.states import ShortConv, state_floats
@@ -163,9 +165,9 @@ def test_no_bit_depends_on_chunks_or_company(device: torch.device, name: str) ->
     whole = Run(layer, device)
     x = drawn(length, whole.width).bfloat16()
     expected, _ = whole.step(x, [(1, length, 0)])
-    for chunks in ([1] * length, [2, 6, 1, 4]):
+    for cut in ([1] * length, [2, 6, 1, 4]):
         run, parts, begin = Run(layer, device), [], 0
-        for chunk in chunks:
+        for chunk in cut:
             single = chunk == 1
             rows = [(0, 1, 0), (1, chunk, begin), *([] if single else [(2, 3, 0)])]
             other = drawn(4, run.width).bfloat16()
@@ -175,6 +177,31 @@ def test_no_bit_depends_on_chunks_or_company(device: torch.device, name: str) ->
         assert torch.equal(torch.cat(parts), expected)
         run_states, whole_states = run.states.states[1], whole.states.states[1]
         assert torch.equal(run_states, whole_states)
+
+
+@pytest.mark.parametrize("name", ["mamba", "mamba, odd sizes", "delta", "delta, odd sizes"])
+def test_chunks_of_long_rows_equal_the_plain_recurrence(device: torch.device, name: str) -> None:
+    """Rows of several chunks, of a part of one, and short ones beside them; states go on exactly where they ended."""
+    run = Run(layer_of(name), device)
+    for rows in ([(2, 1, 0), (3, 2, 0), (0, 100, 0)], [(2, 1, 1), (1, 0, 5), (0, 33, 100), (3, 70, 2)]):
+        assert max(length for _, length, _ in rows) > chunks.LOOPED
+        x = drawn(sum(length for _, length, _ in rows), run.width).bfloat16()
+        y, expected = run.step(x, rows)
+        torch.testing.assert_close(y, expected, atol=3e-2, rtol=3e-2)
+    run.check_states([0, 2, 3], 1e-3 if device.type == "cpu" else 2e-2)  # on a GPU in tf32
+    assert (run.states.states[1] == POISON).all(), "the state of an inert row was touched"
+
+
+def test_which_rows_are_computed_in_chunks() -> None:
+    """Never in float32, of states in bfloat16, in a batch-invariant engine, or on a card with little shared memory."""
+    x, exact, half = torch.zeros(64, 8, dtype=torch.bfloat16), torch.float32, torch.bfloat16
+    assert chunks.computes_chunks(x, exact, 128, H200, invariant=False)
+    assert not chunks.computes_chunks(x, exact, 128, H200, invariant=True)
+    assert not chunks.computes_chunks(x, half, 128, H200, invariant=False)
+    assert not chunks.computes_chunks(x, exact, 256, H200, invariant=False)
+    assert not chunks.computes_chunks(x, exact, 128, L40S, invariant=False)
+    assert not chunks.computes_chunks(x.float(), exact, 128, H200, invariant=False)
+    assert not chunks.computes_chunks(x[:32], exact, 128, H200, invariant=False)
 
 
 def test_tensors_that_do_not_fit_are_refused(device: torch.device) -> None:

@@ -236,11 +236,11 @@ class CudaOps:
 
     def mamba2(self, x: Tensor, mixer: Mamba2, cache: LayerStates, batch: CudaBatch) -> Tensor:
         how = {"single": batch.single_token_rows, "invariant": self.options.batch_invariant, "pdl": self.options.pdl}
-        return mamba2(x, mixer, cache.states, batch.step, **how)
+        return mamba2(x, mixer, cache.states, batch.step, self.gpu, **how)
 
     def delta_net(self, x: Tensor, mixer: DeltaNet, cache: LayerStates, batch: CudaBatch) -> Tensor:
         how = {"single": batch.single_token_rows, "invariant": self.options.batch_invariant, "pdl": self.options.pdl}
-        return delta_net(x, mixer, cache.states, batch.step, **how)
+        return delta_net(x, mixer, cache.states, batch.step, self.gpu, **how)
 
     def exchange(
         self, heads: Tensor, x: Tensor, residual: Residual, layer: AttentionLayer, cache: LayerKVCache, batch: CudaBatch

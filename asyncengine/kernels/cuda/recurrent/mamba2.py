@@ -12,8 +12,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from asyncengine.kernels.cuda.gpu import Gpu
 from asyncengine.kernels.cuda.launch.compiling import kernel
 from asyncengine.kernels.cuda.launch.programmatic import launch_options, wait
+from asyncengine.kernels.cuda.recurrent.chunks import LOOPED, computes_chunks, mamba_chunks
 from asyncengine.kernels.cuda.recurrent.conv import check_conv, check_states, convolve, convolve_token
 from asyncengine.kernels.cuda.recurrent.gate import gate_rows, softplus
 from asyncengine.kernels.cuda.recurrent.tiles import head_tile
@@ -27,6 +29,7 @@ def mamba2(
     mixer: Mamba2,
     states: Tensor,
     step: DeviceStep,
+    gpu: Gpu,
     *,
     single: bool = False,
     invariant: bool = False,
@@ -52,6 +55,7 @@ def mamba2(
     kept = state_floats(states, first, inner * size, mixer.state_dtype)
     floats = states.view(torch.float32)
     out = torch.empty(len(x), inner, dtype=torch.float32, device=x.device)
+    chunked = not single and computes_chunks(x, mixer.state_dtype, size, gpu, invariant=invariant)
     tile, warps = head_tile(step.num_rows * heads, dim, single=single and not invariant)
     _mamba_kernel[(step.num_rows, heads, triton.cdiv(dim, tile))](
         mixed,
@@ -78,11 +82,14 @@ def mamba2(
         SIZE=size,
         DIM_TILE=tile,
         SIZE_TILE=triton.next_power_of_2(size),
+        LONGEST=LOOPED if chunked else 0,
         CONV=len(conv.weight) if single else 0,
         BIAS=conv.bias is not None,
         num_warps=warps,
         **launch_options(pdl),
     )
+    if chunked:
+        mamba_chunks(mixed, x, mixer, kept, step, out, pdl=pdl)
     gate, shifted = x[:, :inner], (inputs, floats, conv) if single else None
     return gate_rows(
         out, gate, mixer.norm, mixer.eps, mixer.groups, step, norm_first=mixer.norm_before_gate, shifted=shifted,
@@ -117,15 +124,19 @@ def _mamba_kernel(
     SIZE: tl.constexpr,
     DIM_TILE: tl.constexpr,
     SIZE_TILE: tl.constexpr,
+    LONGEST: tl.constexpr,
     CONV: tl.constexpr,
     BIAS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Each row's tokens in turn. With CONV, the size of a convolution, a row has one token, whose ``x`` is convolved."""
+    """Each row's tokens in turn, of rows of up to LONGEST tokens, or 0 for any.
+
+    With CONV, the size of the convolution, a row has one token, which is convolved here.
+    """
     wait(PDL)
     row, head = tl.program_id(0), tl.program_id(1)
     length = tl.load(row_query_len + row)
-    if length > 0:
+    if (length > 0) & ((LONGEST == 0) | (length <= LONGEST)):
         n = tl.arange(0, SIZE_TILE)
         p = tl.program_id(2) * DIM_TILE + tl.arange(0, DIM_TILE)
         in_size, in_dim = n < SIZE, p < DIM
