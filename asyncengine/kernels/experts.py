@@ -46,7 +46,7 @@ def choose_experts(logits: Tensor, rule: RoutingRule) -> Routing:
     choice = scores if rule.correction is None else scores + rule.correction
     if rule.kept_groups < rule.groups:
         by_group = choice.view(len(choice), rule.groups, choice.shape[1] // rule.groups)
-        best = by_group.topk(2, dim=-1)[0].sum(-1).topk(rule.kept_groups, dim=-1)[1]
+        best = by_group.topk(rule.group_scores, dim=-1)[0].sum(-1).topk(rule.kept_groups, dim=-1)[1]
         kept = torch.zeros(by_group.shape[:2], dtype=torch.bool, device=logits.device).scatter_(1, best, True)
         choice = by_group.masked_fill(~kept[..., None], -torch.inf).flatten(1)
     ids = choice.topk(rule.top_k, dim=-1)[1]

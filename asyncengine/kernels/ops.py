@@ -8,6 +8,7 @@ from typing import Any, Generic, Literal, NamedTuple, Protocol, TypeAlias, TypeV
 
 from torch import Tensor, device
 
+from asyncengine.kernels.latent import LatentLayer
 from asyncengine.kernels.states import DeltaNet, Mamba2, ShortConv
 from asyncengine.kernels.weight import PackedWeight
 
@@ -231,10 +232,11 @@ class RoutingRule(NamedTuple):
     correction: Tensor | None = None
     """float32 [E]: added to sigmoids for the choice alone, not for the weights."""
     groups: int = 1
-    """Experts lie in groups of one size. With sigmoids a row's experts are of its ``kept_groups`` best groups: of those
-    whose two best experts have the greatest sums of scores."""
+    """Experts lie in groups of one size. A row's experts are of its ``kept_groups`` best groups: of those whose
+    ``group_scores`` best experts, one or two, have the greatest sums of scores. With a softmax it is one."""
     kept_groups: int = 1
     sum_offset: float = 1e-20
+    group_scores: int = 2
 
 
 BatchT = TypeVar("BatchT", contravariant=True)
@@ -400,6 +402,22 @@ class Ops(Protocol[BatchT, ResidualT, HandleT]):
         heads [T, (num_heads + 2 Hk) * D] holds queries, keys and values side by side. Queries and keys are normed and
         rotated, keys and values stored in the cache's slots of the step. Where ``layer.shares``, heads
         [T, num_heads * D] holds the queries alone, and the cache has their keys and values. May overwrite ``heads``.
+        """
+
+    def make_by_head(self, weights: Tensor) -> Any:
+        """A handle for ``by_head`` over the matrices [num_heads, N, K], which a GPU does not copy."""
+
+    def by_head(self, x: Tensor, handle: Any, batch: BatchT) -> Tensor:
+        """x [T, num_heads, K] times the matrix of each head, transposed: [T, num_heads, N], contiguous."""
+
+    def latent_attention(
+        self, q: Tensor, q_rope: Tensor, rows: Tensor, layer: LatentLayer, cache: LayerLatentCache, batch: BatchT
+    ) -> Tensor:
+        """Causal attention of a step over latents, those of its own tokens included: [T, num_heads, rank].
+
+        q [T, num_heads, rank] and q_rope [T, num_heads, rope] are the two parts of the queries, and rows [T, width] the
+        new latents before their norm, and the new keys. Keys and q_rope are rotated, latents normed, and both stored
+        in the cache's slots of the step. May overwrite ``q_rope`` and ``rows``.
         """
 
     def short_conv(self, x: Tensor, conv: ShortConv, cache: LayerStates, batch: BatchT) -> Tensor:

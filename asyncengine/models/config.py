@@ -28,7 +28,7 @@ from asyncengine.kernels.ops import (
 from asyncengine.models.files import excerpt, read_config
 from asyncengine.models.gguf.paths import is_gguf
 from asyncengine.models.gguf.settings import read_settings
-from asyncengine.models.mixer_shapes import Delta, Multipliers, StateSpace
+from asyncengine.models.mixer_shapes import Delta, Latent, Multipliers, StateSpace
 from asyncengine.models.rotary import RopeConfig
 
 logger = logging.getLogger(__name__)
@@ -46,12 +46,12 @@ _HIGHEST = {
     **dict.fromkeys(("num_kv_heads", "num_ln_in_parallel_attn"), 1 << 12),
     **dict.fromkeys(("hidden_size", "n_embd", "d_model"), 1 << 17),
     **dict.fromkeys(("intermediate_size", "n_inner", "ffn_hidden_size", "moe_intermediate_size"), 1 << 20),
-    "shared_expert_intermediate_size": 1 << 20,
+    **dict.fromkeys(("shared_expert_intermediate_size", "moe_shared_expert_intermediate_size"), 1 << 20),
+    **dict.fromkeys(("kv_lora_rank", "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"), 1 << 14),
     "block_multiple_of": 1 << 16,
     **dict.fromkeys(("conv_L_cache", "mamba_d_conv"), 1 << 8),
     **dict.fromkeys(("mamba_n_heads", "mamba_d_head", "mamba_d_state", "mamba_n_groups"), 1 << 12),
     **dict.fromkeys(("mamba_expand", "mamba_d_ssm", "shared_intermediate_size"), 1 << 20),
-    "moe_shared_expert_intermediate_size": 1 << 20,
     **dict.fromkeys((f"linear_{kind}_head_dim" for kind in ("key", "value")), 1 << 12),
     **dict.fromkeys((f"linear_num_{kind}_heads" for kind in ("key", "value")), 1 << 12),
     "linear_conv_kernel_dim": 1 << 8,
@@ -240,6 +240,7 @@ class Mixture(NamedTuple):
     groups: int = 1
     kept_groups: int = 1
     sum_offset: float = 1e-20
+    group_scores: int = 2
     correction: str = ""
     """Name of the tensor that is added to the scores for the choice, in the block; empty: none is."""
     shared_size: int = 0
@@ -290,6 +291,7 @@ class ModelConfig:
     """The convolution and the projections around it have biases."""
     state_space: StateSpace | None = None
     delta: Delta | None = None
+    latent: Latent | None = None
     multipliers: Multipliers | None = None
     blocks: tuple[tuple[str, ...], ...] = ()
     """Kinds of the blocks of each layer, where checkpoints count every block."""

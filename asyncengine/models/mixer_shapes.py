@@ -1,11 +1,11 @@
-"""Shapes of mixers with a state, as a config names them."""
+"""Shapes of mixers with a state and of latent attention, as a config names them."""
 
 from __future__ import annotations
 
 import math
 from typing import NamedTuple
 
-from asyncengine.kernels.ops import StateSpec
+from asyncengine.kernels.ops import LatentSpec, StateSpec
 from asyncengine.kernels.states import ShortConv
 
 
@@ -72,6 +72,30 @@ class Delta(NamedTuple):
     def spec(self) -> StateSpec:
         """The state of a layer."""
         return _spec(ShortConv.state_bytes(self.conv_size, self.channels), self.inner * self.key_dim, self.half)
+
+
+class Latent(NamedTuple):
+    """Latent attention (``kernels.latent.LatentLayer``)."""
+
+    rank: int
+    """Latent numbers of a token, of which keys and values are made."""
+    rope_dim: int
+    """Numbers of a head's query, and of the one key of all heads, that are rotated."""
+    key_dim: int
+    """Numbers of a head's query, and of its key, that are not."""
+    value_dim: int
+    query_rank: int = 0
+    """Latent numbers of a token of which its queries are made; 0: they are made of its residual."""
+
+    @property
+    def query_dim(self) -> int:
+        """Numbers of a head's query."""
+        return self.key_dim + self.rope_dim
+
+    @property
+    def spec(self) -> LatentSpec:
+        """Cache of a layer."""
+        return LatentSpec(self.rank + self.rope_dim)
 
 
 def _spec(of_conv: int, numbers: int, half: bool) -> StateSpec:

@@ -63,7 +63,7 @@ def mixture_block(layer: LayerWeights) -> MixtureBlock:
         correction = weights.float32(f"{block}.{mixture.correction}", mixture.num_experts)
     rule = RoutingRule(
         mixture.top_k, mixture.scores, mixture.sums_to_one, mixture.scale, correction, mixture.groups,
-        mixture.kept_groups, mixture.sum_offset,
+        mixture.kept_groups, mixture.sum_offset, mixture.group_scores,
     )  # fmt: skip
     return MixtureBlock(
         layer.block_norm(config.layer_norms.before_mlp),

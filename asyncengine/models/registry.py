@@ -15,6 +15,7 @@ from asyncengine.models import (
     bamba,
     bloom,
     cohere2,
+    deepseek,
     exaone4,
     falcon,
     falcon_h1,
@@ -103,6 +104,9 @@ FAMILIES = {
     "MixtralForCausalLM": Family(mixtral.read_config, mixtral.MixtralForCausalLM, ("mixtral",)),
     "OlmoeForCausalLM": Family(olmoe.read_config, olmoe.OlmoeForCausalLM, ("olmoe",)),
     "Glm4MoeForCausalLM": Family(glm4_moe.read_config, glm4_moe.Glm4MoeForCausalLM, ("glm4_moe",)),
+    "DeepseekV3ForCausalLM": Family(deepseek.read_config, deepseek.DeepseekForCausalLM, ("deepseek_v3",)),
+    "DeepseekV2ForCausalLM": Family(deepseek.read_v2_config, deepseek.DeepseekForCausalLM, ("deepseek_v2",)),
+    "Glm4MoeLiteForCausalLM": Family(deepseek.read_lite_config, deepseek.DeepseekForCausalLM, ("glm4_moe_lite",)),
     "MiniMaxM2ForCausalLM": Family(minimax_m2.read_config, minimax_m2.MiniMaxM2ForCausalLM, ("minimax_m2",)),
     "GptOssForCausalLM": Family(
         gpt_oss.read_config, gpt_oss.GptOssForCausalLM, ("gpt_oss",), quantizable=False, packings=(MXFP4,)
@@ -214,6 +218,9 @@ for _name, _causal in (
     ("Mixtral", "MixtralForCausalLM"),
     ("Olmoe", "OlmoeForCausalLM"),
     ("Glm4Moe", "Glm4MoeForCausalLM"),
+    ("DeepseekV3", "DeepseekV3ForCausalLM"),
+    ("DeepseekV2", "DeepseekV2ForCausalLM"),
+    ("Glm4MoeLite", "Glm4MoeLiteForCausalLM"),
     ("MiniMaxM2", "MiniMaxM2ForCausalLM"),
     ("GptOss", "GptOssForCausalLM"),
     ("Gemma2", "Gemma2ForCausalLM"),

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+LATENT = {
+    "num_key_value_heads": 6, "kv_lora_rank": 32, "qk_rope_head_dim": 8, "qk_nope_head_dim": 12, "v_head_dim": 16,
+}  # fmt: skip
+
 #: name → (family as transformers calls it, settings)
 MIXTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3-moe": (
@@ -65,6 +69,58 @@ MIXTURES: dict[str, tuple[str, dict[str, Any]]] = {
             "n_routed_experts": 12, "num_experts_per_tok": 3, "moe_intermediate_size": 24, "n_shared_experts": 2,
             "n_group": 4, "topk_group": 2, "norm_topk_prob": False, "first_k_dense_replace": 2, "use_qk_norm": True,
             "attention_bias": True, "tie_word_embeddings": True,
+        },
+    ),
+    "deepseek-v3": (
+        "DeepseekV3",
+        LATENT
+        | {
+            "q_lora_rank": 20, "n_routed_experts": 12, "num_experts_per_tok": 3, "n_group": 4, "topk_group": 2,
+            "first_k_dense_replace": 1, "moe_intermediate_size": 32,
+        },
+    ),
+    "deepseek-v3-yarn": (
+        "DeepseekV3",
+        LATENT
+        | {
+            "q_lora_rank": None, "n_routed_experts": 6, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1,
+            "first_k_dense_replace": 2, "moe_intermediate_size": 32, "n_shared_experts": 2, "attention_bias": True,
+            "norm_topk_prob": False, "rope_interleave": False, "tie_word_embeddings": True, "initializer_range": 0.2,
+            "rope_parameters": {
+                "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32, "rope_theta": 900.0,
+                "mscale": 1.0, "mscale_all_dim": 0.8,
+            },
+        },
+    ),
+    "deepseek-v2": (
+        "DeepseekV2",
+        LATENT
+        | {
+            "q_lora_rank": None, "n_routed_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
+            "n_shared_experts": 1,
+        },
+    ),
+    "deepseek-v2-groups": (
+        "DeepseekV2",
+        LATENT
+        | {
+            "q_lora_rank": 16, "n_routed_experts": 12, "num_experts_per_tok": 4, "moe_intermediate_size": 24,
+            "topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 2, "first_k_dense_replace": 1,
+            "routed_scaling_factor": 1.7, "attention_bias": True, "tie_word_embeddings": True,
+        },
+    ),
+    "glm4-moe-lite": (
+        "Glm4MoeLite",
+        LATENT
+        | {"q_lora_rank": 20, "n_routed_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
+    ),
+    "glm4-moe-lite-mixed": (
+        "Glm4MoeLite",
+        LATENT
+        | {
+            "q_lora_rank": None, "v_head_dim": 20, "n_routed_experts": 8, "num_experts_per_tok": 3, "n_group": 2,
+            "topk_group": 1, "moe_intermediate_size": 24, "mlp_layer_types": ["sparse", "dense", "sparse"],
+            "rms_norm_eps": 1e-3, "attention_bias": True, "tie_word_embeddings": True,
         },
     ),
     "minimax-m2": (

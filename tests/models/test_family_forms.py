@@ -45,10 +45,14 @@ VARIANTS = [
     "mixtral",
     "olmoe",
     "glm4-moe",
+    "deepseek-v3",
+    "deepseek-v2",
+    "glm4-moe-lite",
     "minimax-m2",
     "gpt-oss",
 ]
 UNLABELLED = {"granite", "cohere2", "olmoe", "glm4-moe", "minimax-m2", "gemma4-shared", "gemma4-experts"}
+UNLABELLED |= {"deepseek-v2", "glm4-moe-lite"}
 """transformers has no classification model of these."""
 PROMPT = [(11 * i + 5) % tiny.VOCAB_SIZE for i in range(30)]
 
@@ -120,7 +124,7 @@ def test_the_shape_of_each_family_by_default_has_as_many_parameters_as_in_transf
     """Config files that leave out what is the default, where a family's published files do."""
     kind = getattr(transformers, f"{family}ForCausalLM")
     # The heads of GLM-4.5 that every published file states: without it they would be of 42 elements.
-    stated = {"head_dim": 128} if family == "Glm4Moe" else {}
+    stated = {"Glm4Moe": {"head_dim": 128}, "DeepseekV2": {"num_experts_per_tok": 6}}.get(family, {})
     config = kind.config_class(num_hidden_layers=3, **stated)
     with torch.device("meta"):
         theirs = kind(config)

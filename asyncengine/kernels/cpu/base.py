@@ -5,14 +5,15 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from asyncengine._core import CpuLanes, Need, StepBatch
 from asyncengine.kernels import experts
-from asyncengine.kernels.cpu import recurrent, sdpa
+from asyncengine.kernels.cpu import latent, recurrent, sdpa
+from asyncengine.kernels.latent import LatentLayer
 from asyncengine.kernels.ops import (
     Activation,
     AttentionCall,
@@ -20,6 +21,7 @@ from asyncengine.kernels.ops import (
     Experts,
     HandleT,
     LayerKVCache,
+    LayerLatentCache,
     LayerStates,
     Norm,
     Ops,
@@ -29,7 +31,7 @@ from asyncengine.kernels.ops import (
     split_heads,
 )
 from asyncengine.kernels.states import DeltaNet, Mamba2, ShortConv
-from asyncengine.kernels.weight import PackedWeight
+from asyncengine.kernels.weight import PackedWeight, dense
 
 PrefillAttention = Literal["native", "sdpa"]
 
@@ -206,6 +208,21 @@ class BaseOps(Ops[StepBatch, Residual, HandleT]):
             out[:decodes] = self.paged_attention(replace(call, heads=call.heads[:decodes]))
         sdpa.attend_prompts(call, decodes, out)
         return out
+
+    def make_by_head(self, weights: Tensor) -> tuple[HandleT, ...]:
+        return tuple(self.make_linear([dense(weight.contiguous())], [None]) for weight in weights)
+
+    def by_head(self, x: Tensor, handle: Any, batch: StepBatch) -> Tensor:
+        return torch.stack([self.multiply(x[:, head], own, batch) for head, own in enumerate(handle)], 1)
+
+    def latent_attention(
+        self, q: Tensor, q_rope: Tensor, rows: Tensor, layer: LatentLayer, cache: LayerLatentCache, batch: StepBatch
+    ) -> Tensor:
+        latents = self.norm(rows[:, : layer.rank], Norm(layer.norm_weight, None, layer.norm_eps))
+        q_rope, keys = q_rope.contiguous(), rows[:, None, layer.rank : layer.width].contiguous()
+        self.rotary_(q_rope, keys, layer.cos_sin, self.positions(batch))
+        latent.store_latents(latents, keys[:, 0], cache, batch)
+        return latent.attend(torch.cat((q, q_rope), -1).float(), layer, cache, batch)
 
     def short_conv(self, x: Tensor, conv: ShortConv, cache: LayerStates, batch: StepBatch) -> Tensor:
         return recurrent.short_conv(x, conv, cache, batch)

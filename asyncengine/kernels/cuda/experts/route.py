@@ -26,6 +26,7 @@ def _route_kernel(
     SIZE: tl.constexpr,
     GROUPS: tl.constexpr,
     KEPT: tl.constexpr,
+    BEST: tl.constexpr,
     TOP_K: tl.constexpr,
     SIGMOID: tl.constexpr,
     CORRECTED: tl.constexpr,
@@ -57,10 +58,10 @@ def _route_kernel(
         choice = logit + added
     choice = tl.where(there & (choice == choice), choice, float("-inf"))
     if KEPT < GROUPS:
-        first = tl.max(choice, 1)
-        best = tl.argmax(choice, 1)
-        second = tl.max(tl.where(place == best[:, None], float("-inf"), choice), 1)
-        rank = first + second
+        rank = tl.max(choice, 1)
+        if BEST > 1:
+            best = tl.argmax(choice, 1)
+            rank += tl.max(tl.where(place == best[:, None], float("-inf"), choice), 1)
         kept = tl.zeros([GROUP_TILE], tl.int1)
         number = tl.arange(0, GROUP_TILE)
         for _ in tl.static_range(KEPT):
@@ -101,9 +102,9 @@ def choose_experts(logits: Tensor, rule: RoutingRule, *, pdl: bool = False) -> R
     tiles = triton.next_power_of_2(rule.groups), triton.next_power_of_2(size)
     _route_kernel[(rows,)](
         logits, logits if rule.correction is None else rule.correction, weights, ids, logits.stride(0), rule.scale,
-        rule.sum_offset, SIZE=size, GROUPS=rule.groups, KEPT=rule.kept_groups, TOP_K=rule.top_k,
-        SIGMOID=sigmoid, CORRECTED=rule.correction is not None, SUMS_TO_ONE=rule.sums_to_one, GROUP_TILE=tiles[0],
-        SIZE_TILE=tiles[1], K_TILE=triton.next_power_of_2(rule.top_k), num_warps=1 if experts <= 256 else 4,
+        rule.sum_offset, SIZE=size, GROUPS=rule.groups, KEPT=rule.kept_groups, BEST=rule.group_scores,
+        TOP_K=rule.top_k, SIGMOID=sigmoid, CORRECTED=rule.correction is not None, SUMS_TO_ONE=rule.sums_to_one,
+        GROUP_TILE=tiles[0], SIZE_TILE=tiles[1], K_TILE=triton.next_power_of_2(rule.top_k), num_warps=1 if experts <= 256 else 4,
         **launch_options(pdl),
     )  # fmt: skip
     return Routing(weights, ids)
