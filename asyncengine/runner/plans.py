@@ -11,6 +11,7 @@ from torch import Tensor
 from asyncengine.config import EngineConfig
 from asyncengine.errors import ConfigError
 from asyncengine.kernels.cuda.attention.choose import describe as describe_attention
+from asyncengine.kernels.cuda.attention.latent import choose_plan
 from asyncengine.kernels.cuda.gpu import H200, KNOWN, Gpu
 from asyncengine.kernels.cuda.linear.choose import Choice
 from asyncengine.kernels.cuda.linear.formats.base import as_tensor
@@ -20,7 +21,17 @@ from asyncengine.kernels.cuda.linear.residual import Residual
 from asyncengine.kernels.cuda.ops import CudaBatch, CudaOps
 from asyncengine.kernels.cuda.step.tensors import allocate_step
 from asyncengine.kernels.cuda.trials import examine
-from asyncengine.kernels.ops import Activation, AttentionLayer, Experts, LayerKVCache, Norm, Routing, RoutingRule
+from asyncengine.kernels.latent import LatentLayer
+from asyncengine.kernels.ops import (
+    Activation,
+    AttentionLayer,
+    Experts,
+    LayerKVCache,
+    LayerLatentCache,
+    Norm,
+    Routing,
+    RoutingRule,
+)
 from asyncengine.runner.cuda_runner import cuda_options
 from asyncengine.runner.state.memory import without_memory
 from asyncengine.runner.steps.buckets import ANY_CONTEXT, Bucket
@@ -190,6 +201,21 @@ class _PlanOps(CudaOps):
     def attention(self, heads: Tensor, layer: AttentionLayer, cache: LayerKVCache, batch: CudaBatch) -> Tensor:
         self._heads = heads.new_empty(len(heads), 1)
         return self._heads
+
+    def by_head(self, x: Tensor, handle: Tensor, batch: CudaBatch) -> Tensor:
+        return x.new_empty(len(x), *handle.shape[:2])
+
+    def latent_attention(
+        self, q: Tensor, q_rope: Tensor, rows: Tensor, layer: LatentLayer, cache: LayerLatentCache, batch: CudaBatch
+    ) -> Tensor:
+        step = batch.step
+        plan = choose_plan(step.num_rows, step.num_tokens, layer.num_heads, q.dtype, self.gpu.multiprocessors)
+        if str(plan) not in self.step.attention:
+            self.step.attention.append(str(plan))
+        return q
+
+    def rms_norm(self, x: Tensor, norm: Norm, batch: CudaBatch) -> Tensor:
+        return x
 
     def logits(
         self,

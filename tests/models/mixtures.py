@@ -76,7 +76,7 @@ MIXTURES: dict[str, tuple[str, dict[str, Any]]] = {
         LATENT
         | {
             "q_lora_rank": 20, "n_routed_experts": 12, "num_experts_per_tok": 3, "n_group": 4, "topk_group": 2,
-            "first_k_dense_replace": 1, "moe_intermediate_size": 32,
+            "first_k_dense_replace": 1, "moe_intermediate_size": 32, "initializer_range": 0.2,
         },
     ),
     "deepseek-v3-yarn": (

@@ -22,7 +22,15 @@ COUNT = 4
 
 
 @pytest.mark.parametrize(
-    ("variant", "make"), [("gpt-oss", "cuda"), ("glm4-moe-groups", "cpu"), ("qwen2-moe-window", "cpu")]
+    ("variant", "make"),
+    [
+        ("gpt-oss", "cuda"),
+        ("glm4-moe-groups", "cpu"),
+        ("qwen2-moe-window", "cpu"),
+        ("deepseek-v3", "cuda"),
+        ("deepseek-v3", "cpu"),
+        ("glm4-moe-lite-mixed", "cpu"),
+    ],
 )
 async def test_tokens_equal_transformers(tmp_path: Path, variant: str, make: str) -> None:
     """Chunks, a hit in the prefix cache, and two samples of a prompt beside another, in a pool that is too small."""

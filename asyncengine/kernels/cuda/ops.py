@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from asyncengine._core import Need
+from asyncengine.kernels.cuda.attention.latent import choose_plan, latent_attention
 from asyncengine.kernels.cuda.attention.run import BucketAttention
 from asyncengine.kernels.cuda.experts.mix import mix
 from asyncengine.kernels.cuda.experts.route import choose_experts
@@ -37,11 +38,13 @@ from asyncengine.kernels.cuda.rows.norms import norm_rows
 from asyncengine.kernels.cuda.rows.tensors import empty_rows
 from asyncengine.kernels.cuda.sampling.sample import Ranks
 from asyncengine.kernels.cuda.step.tensors import DeviceStep
+from asyncengine.kernels.latent import LatentLayer
 from asyncengine.kernels.ops import (
     Activation,
     AttentionLayer,
     Experts,
     LayerKVCache,
+    LayerLatentCache,
     LayerStates,
     Norm,
     Reduction,
@@ -230,6 +233,22 @@ class CudaOps:
         _, num_kv_heads, _, head_dim = cache.v.shape
         attend = batch.attention.of(layer, num_kv_heads, head_dim)
         return attend(heads, layer, cache, batch.step, **self.options.for_tma)
+
+    def make_by_head(self, weights: Tensor) -> Tensor:
+        return weights
+
+    def by_head(self, x: Tensor, handle: Tensor, batch: CudaBatch) -> Tensor:
+        heads, columns, _ = handle.shape
+        out = empty_rows(len(x), heads * columns, x.dtype, x.device).view(len(x), heads, columns)
+        torch.bmm(x.transpose(0, 1), handle.transpose(1, 2), out=out.transpose(0, 1))
+        return out
+
+    def latent_attention(
+        self, q: Tensor, q_rope: Tensor, rows: Tensor, layer: LatentLayer, cache: LayerLatentCache, batch: CudaBatch
+    ) -> Tensor:
+        step = batch.step
+        plan = choose_plan(step.num_rows, step.num_tokens, layer.num_heads, q.dtype, self.gpu.multiprocessors)
+        return latent_attention(q, q_rope, rows, layer, cache, step, plan, pdl=self.options.pdl)
 
     def short_conv(self, x: Tensor, conv: ShortConv, cache: LayerStates, batch: CudaBatch) -> Tensor:
         return convolve(x, conv, cache.states, batch.step, single=batch.single_token_rows, pdl=self.options.pdl)

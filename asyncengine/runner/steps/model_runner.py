@@ -249,6 +249,8 @@ def check_layers(config: EngineConfig, architecture: str, model: ModelConfig, de
             f"{architecture} runs with device=cpu alone yet: no GPU kernel has its heads of {max(model.head_dims)} and "
             "its norms of values"
         )
+    if device_type == "cuda" and config.batch_invariant and model.latent is not None:
+        raise ConfigError(f"batch_invariant: on a GPU, attention of {architecture} over latents depends on the batch")
     if config.float8_cache and model.positions_in_keys:
         raise ConfigError(f"kv_cache_dtype=fp8: keys of {architecture} hold their positions, which float8 rounds")
     if config.float8_cache and not model.has_alike_layers:

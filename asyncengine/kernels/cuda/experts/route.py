@@ -104,7 +104,8 @@ def choose_experts(logits: Tensor, rule: RoutingRule, *, pdl: bool = False) -> R
         logits, logits if rule.correction is None else rule.correction, weights, ids, logits.stride(0), rule.scale,
         rule.sum_offset, SIZE=size, GROUPS=rule.groups, KEPT=rule.kept_groups, BEST=rule.group_scores,
         TOP_K=rule.top_k, SIGMOID=sigmoid, CORRECTED=rule.correction is not None, SUMS_TO_ONE=rule.sums_to_one,
-        GROUP_TILE=tiles[0], SIZE_TILE=tiles[1], K_TILE=triton.next_power_of_2(rule.top_k), num_warps=1 if experts <= 256 else 4,
+        GROUP_TILE=tiles[0], SIZE_TILE=tiles[1], K_TILE=triton.next_power_of_2(rule.top_k),
+        num_warps=1 if experts <= 256 else 4,
         **launch_options(pdl),
     )  # fmt: skip
     return Routing(weights, ids)

@@ -1,0 +1,293 @@
+"""Attention over latents, which all heads of a token share, on the GPU.
+
+A program has the queries of several heads, and where rows are prompts those of several neighbouring tokens, and loads
+a tile of latents once for all of them: as keys, and as the values. Tokens of several rows in a program take turns. Few
+programs share the keys of a row, in pieces that another kernel adds up.
+"""
+# mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call, import-untyped"
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from asyncengine.kernels.cuda.attention.paged import dot
+from asyncengine.kernels.cuda.attention.scores import LOG2_E
+from asyncengine.kernels.cuda.launch.compiling import kernel
+from asyncengine.kernels.cuda.launch.programmatic import launch_options, must_widen, wait
+from asyncengine.kernels.cuda.rows.tensors import check, check_dtype, empty_rows
+from asyncengine.kernels.cuda.step.tensors import DeviceStep
+from asyncengine.kernels.latent import LatentLayer
+from asyncengine.kernels.ops import LayerLatentCache
+
+_MOST_PIECES = 16
+_PROGRAMS_PER_SM = 2
+
+
+class LatentPlan(NamedTuple):
+    """Tile of the kernel that attends in the steps of a bucket."""
+
+    tokens: int
+    """tokens of a program"""
+    heads: int
+    """heads of a program; a power of two"""
+    keys: int
+    """tokens of the cache of one turn of the loop"""
+    warps: int
+    stages: int
+    pieces: int
+    """programs that share the keys of a token; a power of two"""
+
+    def __str__(self) -> str:
+        rows = f"{self.tokens} tokens of {self.heads} heads x {self.keys}"
+        return f"latent [{rows}, {self.warps} warps, {self.stages} stages, {self.pieces} pieces] for all rows (formula)"
+
+
+def choose_plan(rows: int, tokens: int, num_heads: int, dtype: torch.dtype, multiprocessors: int) -> LatentPlan:
+    """The plan for steps of so many rows and tokens at most.
+
+    float32 is multiplied without tensor cores, in small tiles. A tile of 64 queries of 512 numbers is as much as
+    registers hold in two warp groups.
+    """
+    if dtype == torch.float32:
+        heads, keys, warps, stages = 16, 16, 4, 1
+    else:
+        heads, keys = max(16, min(64, triton.next_power_of_2(num_heads))), 32
+        warps, stages = (8, 2) if heads == 64 else (4, 3)
+    groups = triton.cdiv(num_heads, heads)
+    if tokens <= rows:
+        programs = tokens * groups
+        room = max(1, _PROGRAMS_PER_SM * multiprocessors // programs)
+        return LatentPlan(1, heads, keys, warps, stages, min(_MOST_PIECES, 1 << (room.bit_length() - 1)))
+    if dtype == torch.float32:
+        return LatentPlan(2, heads, keys, warps, stages, 1)
+    return LatentPlan(max(1, 64 // heads), heads, keys, 8, 2, 1)
+
+
+@kernel
+def _latent_store_kernel(
+    q_rope,
+    rows,
+    norm_weight,
+    eps,
+    cos_sin,
+    positions,
+    slot_mapping,
+    latents,
+    q_token_stride,
+    q_head_stride,
+    row_stride,
+    HEADS: tl.constexpr,
+    RANK: tl.constexpr,
+    HALF: tl.constexpr,
+    HEAD_TILE: tl.constexpr,
+    RANK_TILE: tl.constexpr,
+    HALF_TILE: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """A program is a token: its latent is normed, its key rotated, and both are stored; its queries are rotated."""
+    wait(PDL)
+    token = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slot_mapping + token)
+    there = slot >= 0
+    position = tl.where(there, tl.load(positions + token), 0).to(tl.int64)
+    dtype: tl.constexpr = rows.dtype.element_ty
+    column = tl.arange(0, RANK_TILE)
+    known = column < RANK
+    latent = tl.load(rows + token * row_stride + column, mask=known & there, other=0.0).to(tl.float32)
+    gain = tl.load(norm_weight + column, mask=known, other=0.0).to(tl.float32)
+    latent = latent * tl.rsqrt(tl.sum(latent * latent, 0) / RANK + eps) * gain
+    target = latents + slot * (RANK + 2 * HALF)
+    tl.store(target + column, latent.to(dtype), mask=known & there)
+
+    i = tl.arange(0, HALF_TILE)
+    turned = (i < HALF) & there
+    cosine = tl.load(cos_sin + position * (2 * HALF) + i, mask=turned, other=0.0)
+    sine = tl.load(cos_sin + position * (2 * HALF) + HALF + i, mask=turned, other=0.0)
+    key = rows + token * row_stride + RANK + i
+    low = tl.load(key, mask=turned, other=0.0).to(tl.float32)
+    high = tl.load(key + HALF, mask=turned, other=0.0).to(tl.float32)
+    tl.store(target + RANK + i, (low * cosine - high * sine).to(dtype), mask=turned)
+    tl.store(target + RANK + HALF + i, (high * cosine + low * sine).to(dtype), mask=turned)
+
+    head = tl.arange(0, HEAD_TILE)[:, None]
+    query = q_rope + token * q_token_stride + head * q_head_stride + i[None, :]
+    inside = (head < HEADS) & turned[None, :]
+    low = tl.load(query, mask=inside, other=0.0).to(tl.float32)
+    high = tl.load(query + HALF, mask=inside, other=0.0).to(tl.float32)
+    tl.store(query, (low * cosine[None, :] - high * sine[None, :]).to(dtype), mask=inside)
+    tl.store(query + HALF, (high * cosine[None, :] + low * sine[None, :]).to(dtype), mask=inside)
+
+
+@kernel
+def _latent_kernel(
+    q,
+    q_rope,
+    latents,
+    token_slot,
+    positions,
+    block_tables,
+    out,
+    sums,
+    stats,
+    scale,
+    num_tokens,
+    q_token_stride,
+    q_head_stride,
+    rope_token_stride,
+    rope_head_stride,
+    table_stride,
+    HEADS: tl.constexpr,
+    RANK: tl.constexpr,
+    ROPE: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    TOKENS: tl.constexpr,
+    GROUP: tl.constexpr,
+    M: tl.constexpr,
+    N: tl.constexpr,
+    RANK_TILE: tl.constexpr,
+    ROPE_TILE: tl.constexpr,
+    PIECES: tl.constexpr,
+    STAGES: tl.constexpr,
+    WIDEN: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    wait(PDL)
+    first_token = tl.program_id(0) * TOKENS
+    piece = tl.program_id(2)
+    m = tl.arange(0, M)
+    token = (first_token + m // GROUP).to(tl.int64)
+    head = tl.program_id(1) * GROUP + m % GROUP
+    real = (m < TOKENS * GROUP) & (token < num_tokens) & (head < HEADS)
+    slot = tl.load(token_slot + token, mask=real, other=-1)
+    position = tl.load(positions + token, mask=real, other=0)
+    real = real & (slot >= 0)
+    column, place = tl.arange(0, RANK_TILE), tl.arange(0, ROPE_TILE)
+    at = q + token[:, None] * q_token_stride + head[:, None] * q_head_stride + column[None, :]
+    query = tl.load(at, mask=real[:, None] & (column < RANK)[None, :], other=0.0)
+    at = q_rope + token[:, None] * rope_token_stride + head[:, None] * rope_head_stride + place[None, :]
+    turned = tl.load(at, mask=real[:, None] & (place < ROPE)[None, :], other=0.0)
+
+    peak = tl.full([M], -float("inf"), tl.float32)
+    total = tl.zeros([M], tl.float32)
+    acc = tl.zeros([M, RANK_TILE], tl.float32)
+    for turn in range(TOKENS):
+        # A turn is for the tokens of one row, which are neighbours: the turn of the first one of them.
+        now = first_token + turn
+        current = tl.load(token_slot + now, mask=now < num_tokens, other=-1)
+        before = tl.load(token_slot + now - 1, mask=(turn > 0) & (now < num_tokens), other=-1)
+        mine = real & (slot == current)
+        end = tl.max(tl.where(mine, position + 1, 0), 0)
+        end = tl.where((current >= 0) & (current != before), end, 0)
+        share = tl.cdiv(tl.cdiv(end, N), PIECES) * N
+        table = block_tables + tl.maximum(current, 0).to(tl.int64) * table_stride
+        for start in tl.range(piece * share, tl.minimum(end, (piece + 1) * share), N, num_stages=STAGES):
+            key = start + tl.arange(0, N)
+            inside = key < end
+            block = tl.load(table + key // BLOCK_SIZE, mask=inside, other=0).to(tl.int64)
+            at = latents + (block * BLOCK_SIZE + key % BLOCK_SIZE)[:, None] * (RANK + ROPE)
+            known = tl.load(at + column[None, :], mask=inside[:, None] & (column < RANK)[None, :], other=0.0)
+            ends = tl.load(at + RANK + place[None, :], mask=inside[:, None] & (place < ROPE)[None, :], other=0.0)
+            score = (dot(query, tl.trans(known), WIDEN) + dot(turned, tl.trans(ends), WIDEN)) * scale
+            visible = mine[:, None] & (key[None, :] <= position[:, None])
+            score = tl.where(visible, score, -float("inf"))
+            new_peak = tl.maximum(peak, tl.max(score, 1))
+            # A query that has seen no key yet: -inf less -inf would be NaN.
+            base = tl.where(new_peak == -float("inf"), 0.0, new_peak)
+            weight = tl.exp2(score - base[:, None])
+            shrink = tl.exp2(peak - base)
+            total = total * shrink + tl.sum(weight, 1)
+            acc = acc * shrink[:, None] + dot(weight.to(known.dtype), known, WIDEN)
+            peak = new_peak
+
+    inside = real[:, None] & (column < RANK)[None, :]
+    one = token * HEADS + head
+    if PIECES == 1:
+        result = acc / tl.where(total == 0, 1.0, total)[:, None]
+        tl.store(out + one[:, None] * RANK + column[None, :], result.to(out.dtype.element_ty), mask=inside)
+    else:
+        one = one * PIECES + piece
+        tl.store(sums + one[:, None] * RANK + column[None, :], acc, mask=inside)
+        tl.store(stats + 2 * one, peak, mask=real)
+        tl.store(stats + 2 * one + 1, total, mask=real)
+
+
+@kernel
+def _latent_sum_kernel(
+    sums,
+    stats,
+    token_slot,
+    out,
+    HEADS: tl.constexpr,
+    RANK: tl.constexpr,
+    RANK_TILE: tl.constexpr,
+    PIECES: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """A program adds up the pieces of a head of a token."""
+    wait(PDL)
+    one = tl.program_id(0).to(tl.int64)
+    there = tl.load(token_slot + one // HEADS) >= 0
+    column = tl.arange(0, RANK_TILE)
+    inside = (column < RANK) & there
+    piece = one * PIECES + tl.arange(0, PIECES)
+    peak = tl.load(stats + 2 * piece, mask=there, other=0.0)
+    total = tl.load(stats + 2 * piece + 1, mask=there, other=1.0)
+    factor = tl.exp2(peak - tl.max(peak, 0))
+    parts = tl.load(sums + piece[:, None] * RANK + column[None, :], mask=inside[None, :], other=0.0)
+    result = tl.sum(parts * factor[:, None], 0) / tl.sum(total * factor, 0)
+    tl.store(out + one * RANK + column, result.to(out.dtype.element_ty), mask=inside)
+
+
+def latent_attention(
+    q: Tensor, q_rope: Tensor, rows: Tensor, layer: LatentLayer, cache: LayerLatentCache, step: DeviceStep,
+    plan: LatentPlan, *, pdl: bool = False,
+) -> Tensor:  # fmt: skip
+    """``Ops.latent_attention``. Tokens of no row are left as they are. Raises ValueError for tensors that do not fit.
+
+    q, q_rope and rows may be strided, but their last axis; q_rope is rotated in place.
+    """
+    tokens, heads, latents = step.num_tokens, layer.num_heads, cache.latents
+    check_dtype(q, "q")
+    for x, shape, name in (
+        (q, (tokens, heads, layer.rank), "q"),
+        (q_rope, (tokens, heads, layer.rope), "q_rope"),
+        (rows, (tokens, layer.width), "rows"),
+    ):
+        if x.shape != shape or x.dtype != q.dtype or x.stride(-1) != 1:
+            raise ValueError(f"{name} must be {q.dtype} {list(shape)}, got {x.dtype} {list(x.shape)} {x.stride()}")
+    check(latents, q.dtype, (len(latents), latents.shape[1], layer.width), "latents")
+    check(layer.cos_sin, torch.float32, (len(layer.cos_sin), layer.rope), "cos_sin")
+    check(layer.norm_weight, q.dtype, (layer.rank,), "norm_weight")
+    rank_tile, options = max(16, triton.next_power_of_2(layer.rank)), launch_options(pdl)
+    _latent_store_kernel[(tokens,)](
+        q_rope, rows, layer.norm_weight, layer.norm_eps, layer.cos_sin, step.positions, step.slot_mapping, latents,
+        q_rope.stride(0), q_rope.stride(1), rows.stride(0), HEADS=heads, RANK=layer.rank, HALF=layer.rope // 2,
+        HEAD_TILE=triton.next_power_of_2(heads), RANK_TILE=rank_tile,
+        HALF_TILE=triton.next_power_of_2(layer.rope // 2), num_warps=4, **options,
+    )  # fmt: skip
+    out = empty_rows(tokens, heads * layer.rank, q.dtype, q.device).view(tokens, heads, layer.rank)
+    sums, stats = out, out
+    if plan.pieces > 1:
+        sums = torch.empty((tokens, heads, plan.pieces, layer.rank), dtype=torch.float32, device=q.device)
+        stats = torch.empty((tokens, heads, plan.pieces, 2), dtype=torch.float32, device=q.device)
+    grid = triton.cdiv(tokens, plan.tokens), triton.cdiv(heads, plan.heads), plan.pieces
+    tables = step.slots.block_tables
+    _latent_kernel[grid](
+        q, q_rope, latents, step.token_slot, step.positions, tables, out, sums, stats, layer.scale * LOG2_E, tokens,
+        q.stride(0), q.stride(1), q_rope.stride(0), q_rope.stride(1), tables.stride(0), HEADS=heads, RANK=layer.rank,
+        ROPE=layer.rope, BLOCK_SIZE=latents.shape[1], TOKENS=plan.tokens, GROUP=plan.heads,
+        M=plan.tokens * plan.heads, N=plan.keys, RANK_TILE=rank_tile,
+        ROPE_TILE=max(16, triton.next_power_of_2(layer.rope)), PIECES=plan.pieces, STAGES=plan.stages,
+        WIDEN=must_widen(q.dtype), num_warps=plan.warps, num_stages=plan.stages, **options,
+    )  # fmt: skip
+    if plan.pieces > 1:
+        _latent_sum_kernel[(tokens * heads,)](
+            sums, stats, step.token_slot, out, HEADS=heads, RANK=layer.rank, RANK_TILE=rank_tile, PIECES=plan.pieces,
+            num_warps=4, **options,
+        )  # fmt: skip
+    return out

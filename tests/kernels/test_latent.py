@@ -1,0 +1,121 @@
+"""Attention over latents: the kernels of a GPU against the operations of the CPU, and whole engines of both."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from asyncengine.kernels.cuda.attention.latent import LatentPlan, choose_plan, latent_attention
+from asyncengine.kernels.cuda.step.tensors import DeviceStep, allocate_step
+from asyncengine.kernels.latent import LatentLayer
+from asyncengine.kernels.ops import LayerLatentCache
+from asyncengine.models.rotary import RopeConfig, rotary_table
+
+BLOCK_SIZE = 4
+ROWS = ((5, 1), (0, 7), (9, 3), (17, 1))
+"""Tokens before each row, and tokens of the row."""
+
+
+def random(*shape: int, seed: int, device: torch.device, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(device, dtype)
+
+
+class Case:
+    """A step with rows of one token and of several, and tokens of no row behind them."""
+
+    def __init__(self, heads: int, rank: int, rope: int, device: torch.device, dtype: torch.dtype) -> None:
+        self.count = sum(length for _, length in ROWS)
+        tokens = self.count + 3
+        table = rotary_table(RopeConfig(dim=rope), rope, 64).to(device)
+        weight = random(rank, seed=1, device=device, dtype=dtype)
+        self.layer = LatentLayer(heads, rank, rope, weight, 1e-6, table, 0.3)
+        self.cache = LayerLatentCache(random(40, BLOCK_SIZE, rank + rope, seed=2, device=device, dtype=dtype))
+        self.step = self._step(tokens, device)
+        self.q = random(heads, tokens, rank, seed=3, device=device, dtype=dtype).transpose(0, 1)
+        self.q_rope = random(tokens, heads, 2 * rope, seed=4, device=device, dtype=dtype)[..., rope:]
+        self.rows = random(tokens, rank + rope + 8, seed=5, device=device, dtype=dtype)[:, 8:]
+
+    def _step(self, tokens: int, device: torch.device) -> DeviceStep:
+        step = allocate_step(len(ROWS), 8, len(ROWS), tokens, device)
+        step.slots.block_tables.copy_(torch.randperm(32, generator=torch.Generator().manual_seed(6)).view(4, 8))
+        at = 0
+        for row, (context, length) in enumerate(ROWS):
+            slot = len(ROWS) - 1 - row
+            for position in range(context, context + length):
+                block = int(step.slots.block_tables[slot, position // BLOCK_SIZE])
+                step.token_slot[at], step.positions[at] = slot, position
+                step.slot_mapping[at] = block * BLOCK_SIZE + position % BLOCK_SIZE
+                at += 1
+        return step
+
+    def by_torch(self) -> Tensor:
+        """float32 [count, heads, rank]"""
+        layer, latents = self.layer, self.cache.latents.float().clone().flatten(0, 1)
+        rows, count, half = self.rows[: self.count].float(), self.count, layer.rope // 2
+        cos, sin = layer.cos_sin[self.step.positions[:count].long()].split(half, 1)
+
+        def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+            a, b = x.split(half, -1)
+            return torch.cat((a * cos - b * sin, b * cos + a * sin), -1).to(self.q.dtype).float()
+
+        normed = torch.nn.functional.rms_norm(rows[:, : layer.rank], (layer.rank,), layer.norm_weight.float(), 1e-6)
+        keys = rotated(rows[:, layer.rank :], cos, sin)
+        latents[self.step.slot_mapping[:count]] = torch.cat((normed.to(self.q.dtype).float(), keys), 1)
+        turned = rotated(self.q_rope[:count].float(), cos[:, None], sin[:, None])
+        q = torch.cat((self.q[:count].float(), turned), 2)
+        out = []
+        for token in range(count):
+            table = self.step.slots.block_tables[self.step.token_slot[token]].long()
+            seen = latents.view(-1, BLOCK_SIZE, layer.width)[table].flatten(0, 1)
+            seen = seen[: int(self.step.positions[token]) + 1]
+            out.append((q[token] @ seen.t() * layer.scale).softmax(-1) @ seen[:, : layer.rank])
+        return torch.stack(out)
+
+
+PLANS = {
+    "one token": LatentPlan(1, 16, 16, 4, 1, 1),
+    "pieces": LatentPlan(1, 16, 16, 4, 1, 4),
+    "several tokens": LatentPlan(4, 16, 16, 4, 1, 1),
+    "several tokens in pieces": LatentPlan(2, 16, 16, 4, 1, 2),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("sizes", [(3, 24, 8), (20, 32, 6)], ids=["3 heads", "20 heads"])
+@pytest.mark.parametrize("name", PLANS)
+@torch.inference_mode()
+def test_attention_is_that_of_torch(
+    device: torch.device, name: str, sizes: tuple[int, int, int], dtype: torch.dtype
+) -> None:
+    case = Case(*sizes, device, dtype)
+    expected = case.by_torch()
+    untouched = case.cache.latents.clone()
+    got = latent_attention(case.q, case.q_rope, case.rows, case.layer, case.cache, case.step, PLANS[name])
+    exact = dtype == torch.float32
+    torch.testing.assert_close(got[: case.count].float(), expected, atol=1e-5 if exact else 3e-2, rtol=1e-5)
+    changed = (case.cache.latents != untouched).any(-1).flatten().nonzero().flatten()
+    assert set(changed.tolist()) == set(case.step.slot_mapping[: case.count].tolist())
+
+
+def test_tensors_that_do_not_fit_are_refused(device: torch.device) -> None:
+    case = Case(3, 24, 8, device, torch.float32)
+    good: dict[str, Any] = {"q": case.q, "q_rope": case.q_rope, "rows": case.rows}
+    for name, tensor in good.items():
+        with pytest.raises(ValueError, match=f"^{name} must be"):
+            latent_attention(
+                **good | {name: tensor[1:]}, layer=case.layer, cache=case.cache, step=case.step,
+                plan=PLANS["one token"],
+            )  # fmt: skip
+
+
+def test_plans_fill_the_card_and_share_latents_among_heads() -> None:
+    """A lone row is cut into pieces, many rows are not; prompts have several tokens a program."""
+    of = [choose_plan(rows, tokens, 20, torch.bfloat16, 132) for rows, tokens in ((1, 1), (256, 256), (256, 2048))]
+    assert [plan.pieces for plan in of] == [16, 1, 1]
+    assert [plan.heads for plan in of] == [32, 32, 32]
+    assert [plan.tokens for plan in of] == [1, 1, 2]
+    assert choose_plan(8, 8, 128, torch.bfloat16, 132).heads == 64
+    assert str(of[0]) == "latent [1 tokens of 32 heads x 32, 4 warps, 3 stages, 16 pieces] for all rows (formula)"
