@@ -118,4 +118,4 @@ def test_plans_fill_the_card_and_share_latents_among_heads() -> None:
     assert [plan.heads for plan in of] == [32, 32, 32]
     assert [plan.tokens for plan in of] == [1, 1, 2]
     assert choose_plan(8, 8, 128, torch.bfloat16, 132).heads == 64
-    assert str(of[0]) == "latent [1 tokens of 32 heads x 32, 4 warps, 3 stages, 16 pieces] for all rows (formula)"
+    assert str(of[0]) == "latent [1 tokens of 32 heads x 32, 8 warps, 3 stages, 16 pieces] for all rows (formula)"

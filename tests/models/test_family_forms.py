@@ -96,7 +96,8 @@ def test_a_tied_matrix_may_have_the_name_of_the_head(tmp_path: Path, variant: st
     tiny.build_model(variant, tie_word_embeddings=True).save_pretrained(tmp_path)
     expected = log_probabilities(load(tmp_path))
     rename(tmp_path, {"model.embed_tokens.": "lm_head."})
-    assert torch.equal(log_probabilities(load(tmp_path)), expected)
+    # The tensors lie elsewhere in the file now, and products of torch may add up in another order there.
+    torch.testing.assert_close(log_probabilities(load(tmp_path)), expected)
 
 
 class Counter:

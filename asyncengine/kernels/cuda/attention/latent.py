@@ -57,14 +57,14 @@ def choose_plan(rows: int, tokens: int, num_heads: int, dtype: torch.dtype, mult
         heads, keys, warps, stages = 16, 16, 4, 1
     else:
         heads, keys = max(16, min(64, triton.next_power_of_2(num_heads))), 32
-        warps, stages = (8, 2) if heads == 64 else (4, 3)
+        warps, stages = 4 if heads == 16 else 8, 2 if heads == 64 else 3
     groups = triton.cdiv(num_heads, heads)
     if tokens <= rows:
         programs = tokens * groups
         room = max(1, _PROGRAMS_PER_SM * multiprocessors // programs)
         return LatentPlan(1, heads, keys, warps, stages, min(_MOST_PIECES, 1 << (room.bit_length() - 1)))
     if dtype == torch.float32:
-        return LatentPlan(2, heads, keys, warps, stages, 1)
+        return LatentPlan(1, heads, keys, warps, stages, 1)
     return LatentPlan(max(1, 64 // heads), heads, keys, 8, 2, 1)
 
 
@@ -189,9 +189,9 @@ def _latent_kernel(
             key = start + tl.arange(0, N)
             inside = key < end
             block = tl.load(table + key // BLOCK_SIZE, mask=inside, other=0).to(tl.int64)
-            at = latents + (block * BLOCK_SIZE + key % BLOCK_SIZE)[:, None] * (RANK + ROPE)
-            known = tl.load(at + column[None, :], mask=inside[:, None] & (column < RANK)[None, :], other=0.0)
-            ends = tl.load(at + RANK + place[None, :], mask=inside[:, None] & (place < ROPE)[None, :], other=0.0)
+            stored = latents + (block * BLOCK_SIZE + key % BLOCK_SIZE)[:, None] * (RANK + ROPE)
+            known = tl.load(stored + column[None, :], mask=inside[:, None] & (column < RANK)[None, :], other=0.0)
+            ends = tl.load(stored + RANK + place[None, :], mask=inside[:, None] & (place < ROPE)[None, :], other=0.0)
             score = (dot(query, tl.trans(known), WIDEN) + dot(turned, tl.trans(ends), WIDEN)) * scale
             visible = mine[:, None] & (key[None, :] <= position[:, None])
             score = tl.where(visible, score, -float("inf"))
