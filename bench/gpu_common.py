@@ -70,6 +70,15 @@ def projections(c: ModelConfig) -> dict[str, tuple[int, int]]:
     """[N, K] of a layer's matrices."""
     width, kv_width = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
     up = c.intermediate_size * (2 if is_gated(c.activation) else 1)
+    if (latent := c.latent) is not None:
+        queries, rank = c.num_heads * latent.query_dim, latent.query_rank
+        return {
+            "qkv": ((rank or queries) + latent.spec.width, c.hidden_size),
+            **({"queries": (queries, rank)} if rank else {}),
+            "o": (c.hidden_size, c.num_heads * latent.value_dim),
+            "up": (up, c.hidden_size),
+            "down": (c.hidden_size, c.intermediate_size),
+        }
     return {
         "qkv": (width + 2 * kv_width, c.hidden_size),
         "o": (c.hidden_size, width),
@@ -81,7 +90,7 @@ def projections(c: ModelConfig) -> dict[str, tuple[int, int]]:
 def projection_biases(c: ModelConfig) -> dict[str, bool]:
     """Return for each of a layer's matrices whether it has a bias; all of GPT-2's do."""
     gpt2 = not c.ropes
-    biases = {"qkv": c.qkv_bias, "o": c.output_bias, "up": c.mlp_bias, "down": c.mlp_bias}
+    biases = {"qkv": c.qkv_bias, "queries": False, "o": c.output_bias, "up": c.mlp_bias, "down": c.mlp_bias}
     return {name: gpt2 or has for name, has in biases.items()}
 
 
@@ -93,8 +102,12 @@ def layer_parameters(c: ModelConfig, rows: int = 1) -> int:
     mixed = sum(mixture.layers) if mixture is not None else 0
     if mixture is not None:
         hit = mixture.num_experts * (1 - (1 - mixture.top_k / mixture.num_experts) ** rows)
-        experts = c.hidden_size * (mixture.num_experts + hit * 3 * mixture.intermediate_size)
-    return c.num_layers * (size["qkv"] + size["o"]) + (c.num_layers - mixed) * dense + round(mixed * experts)
+        inner = hit * mixture.intermediate_size + mixture.shared_size
+        experts = c.hidden_size * (mixture.num_experts + 3 * inner)
+    attention = size["qkv"] + size.get("queries", 0) + size["o"]
+    if c.latent is not None:
+        attention += c.num_heads * (c.latent.key_dim + c.latent.value_dim) * c.latent.rank
+    return c.num_layers * attention + (c.num_layers - mixed) * dense + round(mixed * experts)
 
 
 def weight_bytes(c: ModelConfig, quantization: str = "none", rows: int = 1) -> int:
@@ -105,7 +118,9 @@ def weight_bytes(c: ModelConfig, quantization: str = "none", rows: int = 1) -> i
 
 
 def kv_bytes_per_token(c: ModelConfig, kv_cache_dtype: str = "auto") -> int:
-    """Keys and values of all layers."""
+    """Keys and values, or latents, of all layers."""
+    if c.latent is not None:
+        return c.num_layers * c.latent.spec.width * ELEMENT_BYTES
     return 2 * c.num_layers * c.num_kv_heads * c.head_dim * (1 if kv_cache_dtype == "fp8" else ELEMENT_BYTES)
 
 
@@ -136,7 +151,8 @@ def prefill_flops(c: ModelConfig, query: int, context: int) -> float:
     """Count the operations of a chunk of ``query`` tokens after ``context`` others, with one row of logits."""
     matrices = 2 * (query * layer_parameters(c) + c.vocab_size * c.hidden_size)
     seen = sum(pairs(query, context, window) for window in c.layer_windows)
-    return matrices + 4 * c.num_heads * c.head_dim * seen
+    dim = c.head_dim if c.latent is None else c.latent.rank + c.latent.rope_dim / 2
+    return matrices + 4 * c.num_heads * dim * seen
 
 
 # ---- engines ----

@@ -341,6 +341,10 @@ def test_parameters_and_bytes() -> None:
     embeddings = 2 * mixture.vocab_size * mixture.hidden_size
     assert layer_parameters(mixture, rows=1000) + embeddings == pytest.approx(30.5e9, rel=0.005)
     assert layer_parameters(mixture) + embeddings == pytest.approx(3.35e9, rel=0.01)
+    latent = read_model("glm-4.7-flash")
+    embeddings = 2 * latent.vocab_size * latent.hidden_size
+    assert layer_parameters(latent, rows=1000) + embeddings == pytest.approx(29.9e9, rel=0.01)
+    assert kv_bytes_per_token(latent) == 47 * (512 + 64) * 2
 
 
 @pytest.mark.parametrize(("shape", "floor"), [("gpt2", 0.058), ("qwen3-0.6b", 0.28), ("llama-3.1-8b", 3.42)])

@@ -1,0 +1,179 @@
+"""Attention over latents: kernels of real shapes against torch, and whole engines against the CPU's tokens."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from asyncengine import AsyncEngine, SamplingParams
+from asyncengine.kernels.cuda.attention.latent import LatentPlan, choose_plan, latent_attention
+from asyncengine.kernels.cuda.ops import CudaBatch, CudaOps, CudaOptions
+from asyncengine.kernels.cuda.step.tensors import allocate_step
+from asyncengine.kernels.cuda.trials import examine
+from asyncengine.kernels.latent import LatentLayer
+from asyncengine.kernels.ops import LayerLatentCache
+from asyncengine.models.rotary import RopeConfig, rotary_table
+from asyncengine.text.tokenizer import placeholder_tokenizer
+from tests.models import tiny
+
+RANK, ROPE, BLOCK_SIZE, CONTEXT = 512, 64, 16, 1100
+PROMPTS = [[(7 * i + 3 * n) % tiny.VOCAB_SIZE for i in range(20 + 9 * n)] for n in range(4)]
+COUNT = 8
+
+
+class Rows:
+    """A step of rows [tokens before, tokens], of real sizes, and its attention by torch in float32."""
+
+    def __init__(self, heads: int, rows: list[tuple[int, int]], dtype: torch.dtype = torch.bfloat16) -> None:
+        self.device, self.rows, blocks = torch.device("cuda"), rows, -(-CONTEXT // BLOCK_SIZE)
+        tokens = sum(length for _, length in rows)
+        self.step = allocate_step(len(rows), blocks, len(rows), tokens, self.device)
+        table = torch.randperm(len(rows) * blocks, device=self.device).view(len(rows), blocks)
+        self.step.slots.block_tables.copy_(table)
+        slots = torch.cat([torch.full((length,), row) for row, (_, length) in enumerate(rows)]).to(self.device)
+        positions = torch.cat([torch.arange(before, before + length) for before, length in rows]).to(self.device)
+        self.step.token_slot.copy_(slots)
+        self.step.positions.copy_(positions)
+        self.step.slot_mapping.copy_(table[slots, positions // BLOCK_SIZE] * BLOCK_SIZE + positions % BLOCK_SIZE)
+        self.cos_sin = rotary_table(RopeConfig(dim=ROPE), ROPE, CONTEXT).to(self.device)
+        scale = 256**-0.5
+        gains = self.random(RANK, dtype=dtype)
+        self.layer = LatentLayer(heads, RANK, ROPE, gains, 1e-6, self.cos_sin, scale)
+        self.cache = LayerLatentCache(self.random(table.numel(), BLOCK_SIZE, RANK + ROPE, dtype=dtype))
+        self.q = self.random(tokens, heads, RANK, dtype=dtype)
+        self.q_rope = self.random(tokens, heads, 256, dtype=dtype)[..., -ROPE:]
+        self.new = self.random(tokens, 1344, dtype=dtype)[:, -(RANK + ROPE) :]
+
+    def random(self, *shape: int, dtype: torch.dtype) -> Tensor:
+        return torch.randn(shape, device=self.device).to(dtype)
+
+    def plan(self) -> LatentPlan:
+        gpu = examine(self.device)
+        return choose_plan(
+            self.step.num_rows, self.step.num_tokens, self.layer.num_heads, self.q.dtype, gpu.multiprocessors
+        )
+
+    def run(self, plan: LatentPlan) -> Tensor:
+        pdl = examine(self.device).dependent_launch
+        return latent_attention(
+            self.q, self.q_rope.clone(), self.new, self.layer, self.cache, self.step, plan, pdl=pdl
+        )  # fmt: skip
+
+    def by_torch(self) -> Tensor:
+        """float32 [T, heads, RANK], of what ``run`` has stored; queries are rotated here."""
+        positions = self.step.positions.long()
+        cos, sin = self.cos_sin[positions][:, None].split(ROPE // 2, -1)
+        a, b = self.q_rope.float().split(ROPE // 2, -1)
+        turned = torch.cat((a * cos - b * sin, b * cos + a * sin), -1).to(self.q.dtype)
+        q, out, at = torch.cat((self.q, turned), -1).float(), [], 0
+        for row, (before, length) in enumerate(self.rows):
+            known = (
+                self.cache.latents[self.step.slots.block_tables[row].long()].flatten(0, 1)[: before + length].float()
+            )
+            scores = torch.einsum("qhw,kw->hqk", q[at : at + length], known) * self.layer.scale
+            hidden = torch.ones(length, before + length, dtype=torch.bool, device=self.device).triu(before + 1)
+            weights = scores.masked_fill(hidden, -torch.inf).softmax(-1)
+            out.append(torch.einsum("hqk,kr->qhr", weights, known[:, :RANK]))
+            at += length
+        return torch.cat(out)
+
+    def check_stored(self) -> None:
+        """Latents are normed and keys rotated where the step says."""
+        x, half = self.new.float(), ROPE // 2
+        cos, sin = self.cos_sin[self.step.positions.long()].split(half, -1)
+        a, b = x[:, RANK:].split(half, -1)
+        normed = torch.nn.functional.rms_norm(x[:, :RANK], (RANK,), self.layer.norm_weight.float(), 1e-6)
+        expected = torch.cat((normed, a * cos - b * sin, b * cos + a * sin), -1)
+        stored = self.cache.latents.view(-1, RANK + ROPE)[self.step.slot_mapping].float()
+        torch.testing.assert_close(stored, expected, atol=2e-2, rtol=1e-2)
+
+
+STEPS = {
+    "a row": [(1000, 1)],
+    "an empty row": [(0, 1)],
+    "rows": [(17 * i % 1000, 1) for i in range(64)],
+    "a prompt": [(0, 700)],
+    "chunks and rows": [(500, 1), (3, 1), (900, 1), (128, 200), (0, 33)],
+}
+
+
+@pytest.fixture(autouse=True)
+def exact_products() -> None:
+    torch.manual_seed(0)
+    torch.backends.cuda.matmul.allow_tf32 = False
+
+
+@pytest.mark.parametrize("heads", [16, 20, 128])
+@pytest.mark.parametrize("name", STEPS)
+@torch.inference_mode()
+def test_attention_of_real_shapes(name: str, heads: int) -> None:
+    rows = Rows(heads, STEPS[name])
+    got = rows.run(rows.plan())
+    rows.check_stored()
+    expected = rows.by_torch()
+    error = float((got.float() - expected).std() / expected.std())
+    assert error < 0.01, (str(rows.plan()), error)
+
+
+@torch.inference_mode()
+def test_attention_in_float32_is_exact() -> None:
+    for rows in (Rows(20, STEPS["chunks and rows"], torch.float32), Rows(20, STEPS["a row"], torch.float32)):
+        torch.testing.assert_close(rows.run(rows.plan()), rows.by_torch(), atol=1e-4, rtol=1e-4)
+
+
+@torch.inference_mode()
+def test_products_by_head_of_real_shapes() -> None:
+    """The matrices of GLM-4.7-Flash as they lie in a checkpoint, and rows that are parts of others."""
+    device = torch.device("cuda")
+    ops = CudaOps(device, CudaOptions(gpu=examine(device)))
+    up = torch.randn(20, 192 + 256, RANK, device=device).bfloat16()
+    keys, values = ops.make_by_head(up[:, :192].transpose(1, 2)), ops.make_by_head(up[:, 192:])
+    for rows in (1, 3, 64, 700):
+        batch = CudaBatch(allocate_step(rows, 1, rows, rows, device))
+        q = torch.randn(rows, 20, 256, device=device).bfloat16()[..., :192]
+        absorbed = ops.by_head(q, keys, batch)
+        exact = torch.einsum("thn,hnr->thr", q.float(), up[:, :192].float())
+        assert float((absorbed.float() - exact).std() / exact.std()) < 0.01
+        made = ops.by_head(absorbed, values, batch)
+        exact = torch.einsum("thr,hvr->thv", absorbed.float(), up[:, 192:].float())
+        assert float((made.float() - exact).std() / exact.std()) < 0.01
+        assert made.is_contiguous()
+
+
+@pytest.fixture(scope="module", params=["deepseek-v3", "deepseek-v3-yarn", "deepseek-v2-groups", "glm4-moe-lite"])
+def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp(request.param)
+    tiny.build_model(request.param).save_pretrained(path)
+    placeholder_tokenizer(tiny.VOCAB_SIZE).backend.save(str(path / "tokenizer.json"))
+    return path
+
+
+async def generate(path: Path, **config: Any) -> list[Any]:
+    """Results of prompts that run together in a pool that is too small, one of them again, and two samples."""
+    settings = {"max_num_seqs": 4, "max_num_batched_tokens": 24, "num_kv_blocks": 9, "max_model_len": 96} | config
+    greedy: dict[str, Any] = {"max_tokens": COUNT, "temperature": 0, "ignore_eos": True, "logprobs": 3}
+    async with AsyncEngine.from_pretrained(path, progress=False, **settings) as engine:
+        together = await asyncio.gather(*(engine.generate(prompt, SamplingParams(**greedy)) for prompt in PROMPTS))
+        again = await engine.generate(PROMPTS[0], SamplingParams(**greedy, n=2))
+    return [completion for output in (*together, again) for completion in output.outputs]
+
+
+@pytest.mark.parametrize("eager", [False, True], ids=["graphs", "eager"])
+async def test_tokens_in_float32_are_those_of_the_cpu(checkpoint: Path, eager: bool) -> None:
+    expected = await generate(checkpoint, device="cpu", dtype="float32")
+    got = await generate(checkpoint, device="cuda", dtype="float32", enforce_eager=eager)
+    assert [one.token_ids for one in got] == [one.token_ids for one in expected]
+
+
+async def test_the_first_tokens_in_bfloat16_are_as_probable_as_on_the_cpu(checkpoint: Path) -> None:
+    ours, theirs = [await generate(checkpoint, device=device, dtype="bfloat16") for device in ("cuda", "cpu")]
+    for one, other in zip(ours, theirs, strict=True):
+        if one.token_ids[0] == other.token_ids[0]:
+            near = one.logprobs[0].logprob, other.logprobs[0].logprob
+            assert near[0] == pytest.approx(near[1], abs=0.5)
+    assert sum(one.token_ids[0] == other.token_ids[0] for one, other in zip(ours, theirs, strict=True)) >= 4
