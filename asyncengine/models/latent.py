@@ -89,7 +89,8 @@ def latent_block(layer: LayerWeights, cos_sin: Tensor | None) -> LatentAttention
         queries = ops.make_linear([weights.weight(f"{name}.q_b_proj", of_queries, rank, order=of_query)], [None])
     up = weights.table(f"{name}.kv_b_proj", heads * (latent.key_dim + latent.value_dim), latent.rank)
     [whole] = tensors_of([up], "weight", DENSE)
-    keys, values = whole.view(heads, -1, latent.rank).split([latent.key_dim, latent.value_dim], 1)
+    by_head = whole.view(heads, -1, latent.rank)
+    keys, values = by_head[:, : latent.key_dim], by_head[:, latent.key_dim :]
     attention = LatentLayer(
         heads, latent.rank, latent.rope_dim, weights.tensor(f"{name}.kv_a_layernorm.weight", latent.rank), NORM_EPS,
         cos_sin, config.layer_scales[layer.index],
