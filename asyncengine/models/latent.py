@@ -35,9 +35,6 @@ def read_latent_config(raw: RawConfig, *, default_rank: int | None, interleaved:
         raw.integer("v_head_dim"),
         0 if rank is None else raw.integer("q_lora_rank", default_rank or 0),
     )
-    heads = raw.integer("num_attention_heads")
-    if raw.integer("num_key_value_heads", heads) != heads:
-        raise raw.unsupported(f"num_key_value_heads = {raw.values['num_key_value_heads']} of {heads} heads")
     biased = raw.flag("attention_bias", False)
     # Only a part of each head is rotated, and a head of this size is what tables of positions are for.
     sizes = {"head_dim": latent.rope_dim, "num_key_value_heads": None}
