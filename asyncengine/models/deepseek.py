@@ -25,7 +25,7 @@ _V3 = {
 }  # fmt: skip
 _V2 = {
     "kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128, "n_routed_experts": 64,
-    "n_shared_experts": 2, "moe_intermediate_size": 1407, "max_position_embeddings": 2048,
+    "num_experts_per_tok": 6, "n_shared_experts": 2, "moe_intermediate_size": 1407, "max_position_embeddings": 2048,
 }  # fmt: skip
 _LITE = {
     "kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 192, "v_head_dim": 256, "n_routed_experts": 64,
