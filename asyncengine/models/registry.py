@@ -244,7 +244,18 @@ for _name, _causal in (
     ("Glm4", "Glm4ForCausalLM"),
 ):
     # transformers has no such class of some.
-    if _name not in ("Granite", "Cohere2", "Olmoe", "Glm4Moe", "MiniMaxM2", "Gemma4Text", "Gemma4", "Lfm2", "Lfm2Moe"):
+    if _name not in (
+        "Granite",
+        "Cohere2",
+        "Olmoe",
+        "Glm4Moe",
+        "Glm4MoeLite",
+        "MiniMaxM2",
+        "Gemma4Text",
+        "Gemma4",
+        "Lfm2",
+        "Lfm2Moe",
+    ):
         FAMILIES[f"{_name}ForSequenceClassification"] = _classifier(FAMILIES[_causal])
     # Saved without a head, as embedding models are. The weights say whether there is one (``settle_head``).
     FAMILIES[f"{_name}Model"] = FAMILIES[_causal]
