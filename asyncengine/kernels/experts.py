@@ -53,7 +53,9 @@ def choose_experts(logits: Tensor, rule: RoutingRule) -> Routing:
     weights = scores.gather(1, ids)
     if rule.sums_to_one:
         weights = weights / (weights.sum(-1, keepdim=True) + rule.sum_offset)
-    return Routing(weights * rule.scale if rule.scale != 1 else weights, ids)
+    if rule.scale != 1:
+        weights = weights * rule.scale
+    return Routing(weights if rule.factors is None else weights * rule.factors[ids], ids)
 
 
 def mix_rows(x: Tensor, routing: Routing, block: Block) -> Tensor:

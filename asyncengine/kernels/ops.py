@@ -237,6 +237,8 @@ class RoutingRule(NamedTuple):
     kept_groups: int = 1
     sum_offset: float = 1e-20
     group_scores: int = 2
+    factors: Tensor | None = None
+    """float32 [E]: factor on the weight of each expert, behind all else."""
 
 
 BatchT = TypeVar("BatchT", contravariant=True)

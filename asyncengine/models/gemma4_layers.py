@@ -18,7 +18,6 @@ from asyncengine.kernels.ops import (
     ModelOps,
     Norm,
     Residual,
-    Routing,
     RoutingRule,
 )
 from asyncengine.kernels.weight import dense
@@ -54,8 +53,6 @@ class MixtureBesideMLP(NamedTuple):
     behind_mlp: Norm
     before_router: Norm
     router: Router
-    expert_scales: Tensor
-    """[E]: factors on the weights of a row's experts"""
     before_experts: Norm
     experts: Experts[Handle]
     behind_experts: Norm
@@ -64,8 +61,7 @@ class MixtureBesideMLP(NamedTuple):
         x, mlp = ops.plain(residual, batch), self.mlp
         assert mlp.norm is not None
         rows = ops.rms_norm(x, self.before_router, batch)
-        weights, ids = ops.route(rows, self.router.weight, self.router.rule, batch)
-        routing = Routing(weights * self.expert_scales[ids], ids)
+        routing = ops.route(rows, self.router.weight, self.router.rule, batch)
         mixed = ops.experts(ops.rms_norm(x, self.before_experts, batch), routing, self.experts, batch)
         inner = ops.activated(ops.linear(ops.rms_norm(x, mlp.norm, batch), mlp.up, batch), mlp.activation, batch)
         own = ops.rms_norm(ops.linear(inner, mlp.down, batch), self.behind_mlp, batch)
@@ -81,13 +77,13 @@ def mixture_block(layer: LayerWeights, mixture: Mixture) -> MixtureBesideMLP:
         [[dense(part) for part in both.split(inner)] for both in up], [dense(one) for one in down], config.activation
     )
     router = ops.make_linear([weights.table(f"{name}.router.proj", count, hidden)], [None])
+    factors = weights.tensor(f"{name}.router.per_expert_scale", count).float()
     scale = weights.tensor(f"{name}.router.scale", hidden).float() * hidden**-0.5
     return MixtureBesideMLP(
         mlp_block(layer),
         layer.norm("post_feedforward_layernorm_1", hidden),
         Norm(scale, None, config.norm_eps),
-        Router(router, RoutingRule(mixture.top_k, sums_to_one=mixture.sums_to_one)),
-        weights.tensor(f"{name}.router.per_expert_scale", count),
+        Router(router, RoutingRule(mixture.top_k, sums_to_one=mixture.sums_to_one, factors=factors)),
         layer.norm("pre_feedforward_layernorm_2", hidden),
         experts,
         layer.norm("post_feedforward_layernorm_2", hidden),
@@ -129,7 +125,7 @@ class LayerEmbeddings(NamedTuple):
         size = len(self.norm.weight)
         x = ops.linear(ops.plain(residual, batch), self.projection, batch)
         rows: Tensor = F.embedding(ops.input_ids(batch), self.table) * (0.5 * size) ** 0.5
-        normed = ops.rms_norm(x.view(-1, size), self.norm, batch)
+        normed = ops.rms_norm(x.reshape(-1, size), self.norm, batch)
         return normed.view(len(x), -1, size) + rows.view(len(x), -1, size)
 
 

@@ -31,6 +31,7 @@ RULES = {
     "softmax": (RoutingRule(3), 11),
     "renormalised": (RoutingRule(4, sums_to_one=True), 16),
     "one": (RoutingRule(1), 5),
+    "factors": (RoutingRule(3, sums_to_one=True, factors=random(7, seed=3)), 7),
     "sigmoid": (RoutingRule(3, "sigmoid", sums_to_one=True, scale=2.5, correction=random(12, seed=1)), 12),
     "groups": (RoutingRule(4, "sigmoid", True, 1.5, random(18, seed=2) / 4, groups=6, kept_groups=3), 18),
     "all": (RoutingRule(6, "sigmoid", groups=3, kept_groups=2), 9),
@@ -42,6 +43,8 @@ def test_routing_is_that_of_plain_operations(device: torch.device, name: str) ->
     rule, experts = RULES[name]
     if rule.correction is not None:
         rule = rule._replace(correction=rule.correction.to(device))
+    if rule.factors is not None:
+        rule = rule._replace(factors=rule.factors.to(device))
     logits = random(40, experts + 3, seed=3).to(device)[:, :experts]
     got, expected = choose_experts(logits, rule), choose_plainly(logits, rule)
     places = got.ids.long().argsort(1), expected.ids.argsort(1)

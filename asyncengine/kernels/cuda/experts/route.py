@@ -18,6 +18,7 @@ from asyncengine.kernels.ops import Routing, RoutingRule
 def _route_kernel(
     logits,
     correction,
+    factors,
     weights,
     ids,
     stride,
@@ -30,6 +31,7 @@ def _route_kernel(
     TOP_K: tl.constexpr,
     SIGMOID: tl.constexpr,
     CORRECTED: tl.constexpr,
+    FACTORS: tl.constexpr,
     SUMS_TO_ONE: tl.constexpr,
     GROUP_TILE: tl.constexpr,
     SIZE_TILE: tl.constexpr,
@@ -82,7 +84,10 @@ def _route_kernel(
         free = free & (place != best)
     if SUMS_TO_ONE:
         weight = weight / (tl.sum(weight, 0) + smallest)
-    tl.store(weights + row * TOP_K + k, weight * scale, mask=k < TOP_K)
+    weight *= scale
+    if FACTORS:
+        weight *= tl.load(factors + chosen)
+    tl.store(weights + row * TOP_K + k, weight, mask=k < TOP_K)
     tl.store(ids + row * TOP_K + k, chosen, mask=k < TOP_K)
 
 
@@ -91,8 +96,9 @@ def choose_experts(logits: Tensor, rule: RoutingRule, *, pdl: bool = False) -> R
     rows, experts = logits.shape
     if logits.dtype != torch.float32 or logits.stride(1) != 1:
         raise ValueError(f"logits must be float32 with contiguous rows, got {logits.dtype} {logits.stride()}")
-    if rule.correction is not None:
-        check(rule.correction, torch.float32, (experts,), "correction")
+    for tensor, name in ((rule.correction, "correction"), (rule.factors, "factors")):
+        if tensor is not None:
+            check(tensor, torch.float32, (experts,), name)
     size, remainder = divmod(experts, rule.groups)
     if remainder or not rule.top_k <= rule.kept_groups * size:
         raise ValueError(f"{rule} does not fit {experts} experts")
@@ -101,11 +107,10 @@ def choose_experts(logits: Tensor, rule: RoutingRule, *, pdl: bool = False) -> R
     sigmoid = rule.scores == "sigmoid"
     tiles = triton.next_power_of_2(rule.groups), triton.next_power_of_2(size)
     _route_kernel[(rows,)](
-        logits, logits if rule.correction is None else rule.correction, weights, ids, logits.stride(0), rule.scale,
-        rule.sum_offset, SIZE=size, GROUPS=rule.groups, KEPT=rule.kept_groups, BEST=rule.group_scores,
-        TOP_K=rule.top_k, SIGMOID=sigmoid, CORRECTED=rule.correction is not None, SUMS_TO_ONE=rule.sums_to_one,
-        GROUP_TILE=tiles[0], SIZE_TILE=tiles[1], K_TILE=triton.next_power_of_2(rule.top_k),
-        num_warps=1 if experts <= 256 else 4,
-        **launch_options(pdl),
+        logits, *(logits if tensor is None else tensor for tensor in (rule.correction, rule.factors)), weights, ids,
+        logits.stride(0), rule.scale, rule.sum_offset, SIZE=size, GROUPS=rule.groups, KEPT=rule.kept_groups,
+        BEST=rule.group_scores, TOP_K=rule.top_k, SIGMOID=sigmoid, CORRECTED=rule.correction is not None,
+        FACTORS=rule.factors is not None, SUMS_TO_ONE=rule.sums_to_one, GROUP_TILE=tiles[0], SIZE_TILE=tiles[1],
+        K_TILE=triton.next_power_of_2(rule.top_k), num_warps=1 if experts <= 256 else 4, **launch_options(pdl),
     )  # fmt: skip
     return Routing(weights, ids)
