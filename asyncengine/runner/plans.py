@@ -31,6 +31,7 @@ from asyncengine.kernels.ops import (
     Norm,
     Routing,
     RoutingRule,
+    is_gated,
 )
 from asyncengine.runner.cuda_runner import cuda_options
 from asyncengine.runner.state.memory import without_memory
@@ -170,6 +171,12 @@ class _PlanOps(CudaOps):
 
     def normed(self, residual: Residual, norm: Norm, batch: CudaBatch) -> Tensor:
         return torch.empty_like(residual.x)
+
+    def rms_norm(self, x: Tensor, norm: Norm, batch: CudaBatch) -> Tensor:
+        return torch.empty_like(x)
+
+    def activated(self, x: Tensor, activation: Activation, batch: CudaBatch) -> Tensor:
+        return x.new_empty(len(x), x.shape[1] // 2 if is_gated(activation) else x.shape[1])
 
     def linear(self, x: Any, handle: CudaLinear, batch: CudaBatch) -> Tensor:
         handle = handle.exact()

@@ -414,9 +414,11 @@ for heads, kv_heads, dim, rotary, norm in eval(sys.argv[2]):
     # A cap changes what a kernel computes, and fixed splits which kernels there are: each with the other's default.
     for softcap, invariant in ((0.0, False), (50.0, False), (0.0, True))[: 3 if "softcap" in sys.argv else 1]:
         limits = Limits(64, 64, 512, 16, invariant)
-        attention = StepAttention([LayerKind(shape, 0, softcap)], limits, card, cpu)
+        prepared = "prepared" in sys.argv
+        attention = StepAttention([LayerKind(shape, 0, softcap, prepared=prepared)], limits, card, cpu)
+        values = torch.ones(dim) if prepared else None
         layer = AttentionLayer(
-            heads, HeadNorms(random(dim), random(dim), 1e-6) if norm else None,
+            heads, HeadNorms(random(dim), random(dim), 1e-6, values) if norm else None,
             torch.empty(512, dim) if rotary else None, dim**-0.5, 0, softcap,
         )
         buckets = [Bucket(4, 64, False)]
@@ -436,6 +438,8 @@ for name, kernel in compiled.items():
     assert kernel.metadata.shared <= card.shared_bytes, (name, kernel.metadata.shared, card)
     words = ["e4m3x2"] if float8 and "cvt.rn.f16x2.e4m3x2" in kernel.asm["ptx"] else []
     words += [word for word in ("wgmma", "griddepcontrol.wait", "cp.async.bulk.tensor") if word in kernel.asm["ptx"]]
+    if "prepared" in sys.argv:
+        words += spills(kernel)
     if name.startswith("_tma"):
         words += [*policies(kernel), *spills(kernel), *stale_bounds(kernel)]
     print(":".join([name.split()[0], *words]))
@@ -478,6 +482,19 @@ def test_attention_compiles_for_every_card(tmp_path, target, models):
     names = [line.split(":")[0] for line in compiled]
     assert {"_attention_kernel", "_paged_decode_kernel", "_decode_kernel"} <= set(names)
     assert ("_tma_decode_kernel" in names) == (target == 90)
+
+
+WIDEST = "((16, 2, 512, True, True), (8, 1, 512, True, True))"
+"""Heads of the layers without a window of gemma-4-26b-a4b and of its smaller relatives."""
+
+
+@pytest.mark.parametrize("target", [80, 89, 90])
+def test_attention_of_the_widest_heads_compiles_for_every_card(tmp_path, target):
+    """Layers whose heads are prepared. Registers and shared memory do for tiles of 512 columns."""
+    compiled = run(tmp_path, "-c", ATTENTION, str(target), WIDEST, "prepared")
+    names = {line.split(":")[0] for line in compiled}
+    assert names == {"_attention_kernel", "_decode_kernel", "_rotary_store_kernel"}
+    assert not [line for line in compiled if "spills" in line]
 
 
 LINK = """

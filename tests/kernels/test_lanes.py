@@ -119,9 +119,11 @@ class Case:
     norms: bool
     rotates: bool
     width: int
+    norms_values: bool = False
 
 
 CASES = [Case((4, 2), 16, False, True, 40), Case((5, 5), 12, False, False, 60), Case((6, 2), 128, True, True, 1100)]
+CASES.append(Case((3, 3), 512, True, True, 40, norms_values=True))
 DTYPES = [torch.float32, torch.bfloat16]
 
 
@@ -144,6 +146,8 @@ class Behind:
         self.heads = random(TOKENS, all_heads * case.dim)
         self.x, self.residual = random(TOKENS, queries * case.dim), random(TOKENS, case.width)
         norms = HeadNorms(random(case.dim), random(case.dim), 1e-6) if case.norms else None
+        if norms is not None and case.norms_values:
+            norms = norms._replace(v=random(case.dim))
         angles = torch.outer(torch.arange(64.0), torch.rand(case.dim // 2, generator=draw))
         table = torch.cat([angles.cos(), angles.sin()], 1).to(device) if case.rotates else None
         self.layer = AttentionLayer(queries, norms, table, 0.25, 0)
@@ -178,10 +182,10 @@ class Behind:
             return heads[0].cpu()
         shape = (1, keys, 16, self.case.dim)
         k, v = (torch.zeros(shape, dtype=self.dtype, device=heads.device) for _ in range(2))
-        q_norm, k_norm, eps = (self.layer.norms or (None, None, 0.0))[:3]
+        q_norm, k_norm, eps, v_norm = self.layer.norms or (None, None, 0.0, None)
         at = torch.tensor([position], dtype=torch.int32, device=heads.device)
         place = torch.zeros(1, dtype=torch.int64, device=heads.device)
-        rotary_store_kv(heads, queries, q_norm, k_norm, eps, self.layer.cos_sin, at, place, k, v)
+        rotary_store_kv(heads, queries, q_norm, k_norm, eps, self.layer.cos_sin, at, place, k, v, v_norm=v_norm)
         return torch.cat([heads[0, :queries], k[0, :, 0], v[0, :, 0]]).cpu()
 
 

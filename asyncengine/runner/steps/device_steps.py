@@ -26,6 +26,7 @@ from asyncengine.kernels.cuda.sampling.vectors import add_up, store_vectors
 from asyncengine.kernels.cuda.step.ingest import StepSource, copy_blocks, ingest, make_source
 from asyncengine.kernels.cuda.step.states import copy_states
 from asyncengine.kernels.cuda.step.tensors import DeviceStep, allocate_step
+from asyncengine.kernels.ops import SharedSpec
 from asyncengine.models.config import ModelConfig
 from asyncengine.runner.loop_config import UPDATE_WORDS
 from asyncengine.runner.state.memory import KVCache, host_view
@@ -75,13 +76,16 @@ class StepBuffers:
 
 
 def attention_kinds(model: ModelConfig, dtype: torch.dtype, *, float8_cache: bool = False) -> list[LayerKind]:
-    """The kinds of layer that a model has, by their attention."""
+    """The kinds of layer that a model has, by their attention. A layer that shares keys and values is of the kind of
+    the layer that stores them."""
+    prepared = model.norms_values or any(isinstance(spec, SharedSpec) for spec in model.layer_caches)
     return [
         LayerKind(
             AttentionShape(model.num_heads, spec.num_heads, spec.head_dim, dtype, float8_cache),
             spec.window,
             model.score_softcap,
             model.attention_sinks,
+            prepared,
         )
         for spec in sorted(set(model.kv_specs))
     ]

@@ -244,11 +244,6 @@ def check_layers(config: EngineConfig, architecture: str, model: ModelConfig, de
             f"some layers of {architecture} keep a state, which disk_kv_path does not: a prefix from the disk is of no "
             "use without it"
         )
-    if device_type == "cuda" and model.norms_values:
-        raise ConfigError(
-            f"{architecture} runs with device=cpu alone yet: no GPU kernel has its heads of {max(model.head_dims)} and "
-            "its norms of values"
-        )
     if device_type == "cuda" and config.batch_invariant and model.latent is not None:
         raise ConfigError(f"batch_invariant: on a GPU, attention of {architecture} over latents depends on the batch")
     if config.float8_cache and model.positions_in_keys:

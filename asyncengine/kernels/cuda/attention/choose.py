@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from asyncengine.kernels.cuda.attention.plan import AttentionPlan, AttentionShape, Cut, Launch, LayerKind, Tile
+from asyncengine.kernels.cuda.attention.plan import AttentionPlan, AttentionShape, Cut, Kernel, Launch, LayerKind, Tile
 from asyncengine.kernels.cuda.attention.work.items import ITEM_COST
 from asyncengine.kernels.cuda.gpu import Gpu
 from asyncengine.kernels.cuda.step.bucket import ANY_CONTEXT, Bucket
@@ -51,6 +51,8 @@ _MAX_PIECES = 32
 _LONG_PIECE = 16
 """Tiles of a piece of few_keys, one behind another at a microsecond each, for which a work list's even shares are not
 worth its launch. Twice as many where keys are no query heads' in common, which paged_decode would read only once."""
+_WIDE = 256
+"""Elements of the largest heads whose results a thread of the usual tiles has registers for."""
 _INVARIANT_SPLITS = 8
 """Pieces of the longest context in batch-invariant mode: more would take more memory, fewer leave the GPU idle."""
 
@@ -79,12 +81,13 @@ def _describe_decode(rows: int, context: int, layer: LayerKind, gpu: Gpu, block_
     """Plan attention for steps of one-token rows, after so many tokens at most."""
     shape, tma = layer.shape, tma_decode_tile(layer, gpu, block_size) is not None
     if not _prefers_tma(rows, tma, shape) and context <= few_keys_context(rows, shape, gpu):
-        return AttentionPlan(layer, (_few_keys(rows, shape, gpu, stored=False),), None)
+        return AttentionPlan(layer, (_few_keys(rows, shape, gpu, stored=layer.prepared),), None)
     if not tma:
-        launch = Launch("paged_decode", paged_tiles(shape, gpu)[0], "one", stored=False)
+        kernel: Kernel = "paged" if layer.prepared else "paged_decode"
+        launch = Launch(kernel, paged_tiles(shape, gpu)[0], "one", stored=layer.prepared)
         return AttentionPlan(layer, (launch,), Cut("line"))
     tile, cut = _cut_tma_decode(rows, context, layer, gpu, block_size)
-    return AttentionPlan(layer, (Launch("tma_decode", tile, "one", stored=False),), cut)
+    return AttentionPlan(layer, (Launch("tma_decode", tile, "one", stored=layer.prepared),), cut)
 
 
 def _prefers_tma(rows: int, tma: bool, shape: AttentionShape) -> bool:
@@ -155,6 +158,8 @@ def few_keys_tile(shape: AttentionShape) -> Tile:
     """
     elements = 4096 // shape.dtype.itemsize
     keys = max(8, elements // (2 * _power_of_2(shape.head_dim // 2)))
+    if shape.head_dim > _WIDE:
+        return Tile(1, keys, 4, 1, 4)
     return Tile(1, keys, 2, 1, 8 if shape.head_dim > 64 else 4)
 
 
@@ -164,7 +169,7 @@ def few_keys_pieces(rows: int, num_heads: int, head_dim: int, sms: int) -> int:
     As many as have room at once: then each has loaded its first tile when the projection ends. Half as many of heads
     of 64, whose tiles have twice the keys.
     """
-    room = sms * (8 if head_dim > 64 else 4)
+    room = sms * (8 if 64 < head_dim <= _WIDE else 4)
     return min(_MAX_PIECES, 1 << max(0, (room // (rows * num_heads)).bit_length() - 1))
 
 
@@ -198,6 +203,8 @@ def paged_tiles(shape: AttentionShape, gpu: Gpu) -> tuple[Tile, Tile]:
     """
     width = max(16, _power_of_2(shape.head_dim))
     group = _power_of_2(shape.group)
+    if shape.head_dim > _WIDE:
+        return _tiles_of_widest(shape, gpu)
     if shape.dtype == torch.float32:
         keys = min(32, max(16, 4096 // width))
         return Tile(max(16, group), keys, 4, 2, 2), Tile(max(32, group), keys, 4, 1, 2)
@@ -208,6 +215,20 @@ def paged_tiles(shape: AttentionShape, gpu: Gpu) -> tuple[Tile, Tile]:
     return Tile(max(16, group), few, 2, 3, programs), prefill
 
 
+def _tiles_of_widest(shape: AttentionShape, gpu: Gpu) -> tuple[Tile, Tile]:
+    """``paged_tiles`` of heads of 512: the results of 32 rows take half of the registers of eight warps.
+
+    64 rows would be spilled to memory. A third stage has room in shared memory on Hopper and on A100.
+    """
+    few, rows = max(16, _power_of_2(shape.group)), max(32, _power_of_2(shape.group))
+    if shape.dtype == torch.float32:
+        return Tile(few, 16, 4, 2, 2), Tile(few, 16, 8, 1, 1)
+    several = Tile(rows, 32, 8, 3, 1)
+    if _shared_bytes(several, shape) > gpu.shared_bytes:
+        several = replace(several, stages=2)
+    return Tile(few, 16, 4, 3, 2), several
+
+
 def fixed_tile(shape: AttentionShape, gpu: Gpu) -> Tile:
     """The tile of fixed splits, for all rows alike.
 
@@ -215,6 +236,8 @@ def fixed_tile(shape: AttentionShape, gpu: Gpu) -> Tile:
     """
     prefill = paged_tiles(shape, gpu)[1]
     if shape.dtype == torch.float32:
+        return prefill
+    if shape.head_dim > _WIDE:
         return prefill
     tile = replace(prefill, rows=max(64, _power_of_2(shape.group)), warps=4, programs_per_sm=2)
     return _that_fits(tile, shape, gpu)

@@ -124,8 +124,9 @@ def check_heads(call: KernelCall) -> None:
     tokens, all_heads, dim = heads.shape
     kv_heads, cached = k_cache.shape[1], cached_dtype(heads.dtype, scales)
     check_scales(scales, kv_heads)
+    own = 0 if call.layer.shares else kv_heads
     expected = (
-        (all_heads == num_heads + 2 * kv_heads and num_heads % kv_heads == 0, "heads"),
+        (all_heads == num_heads + 2 * own and num_heads % kv_heads == 0, "heads"),
         (heads.stride()[1:] == (dim, 1), "heads"),
         (k_cache.is_contiguous() and k_cache.shape[3] == dim and k_cache.dtype == cached, "k_cache"),
         (v_cache.is_contiguous() and v_cache.shape == k_cache.shape and v_cache.dtype == cached, "v_cache"),

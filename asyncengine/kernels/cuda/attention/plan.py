@@ -41,6 +41,9 @@ class LayerKind(NamedTuple):
 
     sinks: bool = False
     """A score of each head takes its part of the softmax: sinks of ``AttentionLayer``."""
+    prepared: bool = False
+    """A kernel of its own prepares the heads in every step: of layers that norm values, or that may share those of
+    others."""
 
     @property
     def key(self) -> tuple[int, float, int, int]:

@@ -15,6 +15,7 @@ from typing import Unpack
 import torch
 from torch import Tensor
 
+from asyncengine.errors import ConfigError
 from asyncengine.kernels.cuda.attention import few_keys, paged, paged_decode
 from asyncengine.kernels.cuda.attention.call import KernelCall
 from asyncengine.kernels.cuda.attention.choose import Limits, describe, describe_all
@@ -23,7 +24,7 @@ from asyncengine.kernels.cuda.attention.work.lists import StepWork, Work
 from asyncengine.kernels.cuda.gpu import Gpu
 from asyncengine.kernels.cuda.launch.programmatic import TmaOptions
 from asyncengine.kernels.cuda.rows.norms import norm_rows
-from asyncengine.kernels.cuda.rows.rotary import rotary_store_kv, scale_queries, store_kv
+from asyncengine.kernels.cuda.rows.rotary import rotary_store_kv, rotate_queries, scale_queries, store_kv
 from asyncengine.kernels.cuda.rows.tensors import empty_rows
 from asyncengine.kernels.cuda.step.bucket import Bucket
 from asyncengine.kernels.cuda.step.tensors import DeviceStep
@@ -52,7 +53,14 @@ class PlannedAttention:
     def __call__(
         self, heads: Tensor, layer: AttentionLayer, cache: LayerKVCache, step: DeviceStep, **how: Unpack[TmaOptions]
     ) -> Tensor:
-        """Attention of a step: [T, num_heads * D]. It may rotate the queries in heads [T, (num_heads + 2 Hk) * D]."""
+        """Attention of a step: [T, num_heads * D]. It may rotate the queries in heads [T, (num_heads + 2 Hk) * D], or
+        [T, num_heads * D] of a layer that shares keys and values.
+
+        Raises ConfigError for layers that share or norm values, if the plan is for others.
+        """
+        norms_values = layer.norms is not None and layer.norms.v is not None
+        if (layer.shares or norms_values) and not self.plan.prepares:
+            raise ConfigError(f"heads of layers that share keys and values or norm values, by {self.plan}")
         heads = heads.view(len(heads), -1, cache.v.shape[3])
         out = empty_rows(len(heads), layer.num_heads * heads.shape[2], heads.dtype, heads.device)
         call = KernelCall(heads, layer, cache, step, self.work, out, **how)
@@ -77,14 +85,18 @@ def norm_all_heads(heads: Tensor, num_heads: int, norms: HeadNorms, *, pdl: bool
 def prepare(call: KernelCall) -> None:
     """Norm and rotate queries and keys, the queries in place, and store keys and values in the cache."""
     heads, layer, step, (k_cache, v_cache, scales, _) = call.heads, call.layer, call.step, call.cache
+    q_norm, k_norm, eps, v_norm = layer.norms or (None, None, 0.0, None)
+    if layer.shares:
+        if layer.cos_sin is not None:
+            rotate_queries(heads, q_norm, eps, layer.cos_sin, step.positions, step.slot_mapping, pdl=call.pdl)
+        return
     if layer.cos_sin is None:
         _, k, v = split_heads(heads, layer.num_heads)
         store_kv(k, v, step.slot_mapping, k_cache, v_cache, scales=scales, pdl=call.pdl)
         return
-    q_norm, k_norm, eps = (layer.norms or (None, None, 0.0))[:3]
     rotary_store_kv(
         heads, layer.num_heads, q_norm, k_norm, eps, layer.cos_sin, step.positions, step.slot_mapping, k_cache,
-        v_cache, scales=scales, pdl=call.pdl,
+        v_cache, v_norm=v_norm, scales=scales, pdl=call.pdl,
     )  # fmt: skip
 
 

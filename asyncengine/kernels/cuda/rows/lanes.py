@@ -115,11 +115,12 @@ def exchange(
     half_tile = triton.next_power_of_2(dim // 2)
     head_tile = min(triton.next_power_of_2(all_heads), max(1, _HEAD_TILE // half_tile))
     head_parts = triton.cdiv(all_heads, head_tile)
-    q_norm, k_norm, eps = (layer.norms or (heads, heads, 0.0))[:3]
+    q_norm, k_norm, eps, v_norm = layer.norms or (heads, heads, 0.0, None)
     _exchange_kernel[(num_lanes, head_parts + triton.cdiv(max(columns, width), _COLUMNS))](
         heads,
         q_norm,
         k_norm,
+        heads if v_norm is None else v_norm,
         eps,
         heads if layer.cos_sin is None else layer.cos_sin,
         x,
@@ -136,6 +137,7 @@ def exchange(
         x.stride(0),
         residual.stride(0),
         NORM=layer.norms is not None,
+        NORM_VALUES=v_norm is not None,
         ROTARY=layer.cos_sin is not None,
         Q_HEADS=layer.num_heads,
         HEADS=all_heads,
@@ -157,6 +159,7 @@ def _exchange_kernel(
     heads: tl.tensor,
     q_norm: tl.tensor,
     k_norm: tl.tensor,
+    v_norm: tl.tensor,
     eps: tl.tensor,
     cos_sin: tl.tensor,
     x: tl.tensor,
@@ -173,6 +176,7 @@ def _exchange_kernel(
     x_stride: tl.tensor,
     residual_stride: tl.tensor,
     NORM: tl.constexpr,
+    NORM_VALUES: tl.constexpr,
     ROTARY: tl.constexpr,
     Q_HEADS: tl.constexpr,
     HEADS: tl.constexpr,
@@ -198,9 +202,9 @@ def _exchange_kernel(
     if part < HEAD_PARTS:
         if leaving >= 0:
             _leave(
-                heads + token * heads_stride, q_norm, k_norm, eps, cos_sin + position * (2 * HALF), mailboxes, header,
-                leaving, part * HEAD_TILE + tl.arange(0, HEAD_TILE)[:, None], NORM, ROTARY, Q_HEADS, HEADS, HALF,
-                HALF_TILE,
+                heads + token * heads_stride, q_norm, k_norm, v_norm, eps, cos_sin + position * (2 * HALF), mailboxes,
+                header, leaving, part * HEAD_TILE + tl.arange(0, HEAD_TILE)[:, None], NORM, NORM_VALUES, ROTARY,
+                Q_HEADS, HEADS, HALF, HALF_TILE,
             )  # fmt: skip
     else:
         column = (part - HEAD_PARTS) * TILE + tl.arange(0, TILE)
@@ -221,6 +225,7 @@ def _leave(
     heads: tl.tensor,
     q_norm: tl.tensor,
     k_norm: tl.tensor,
+    v_norm: tl.tensor,
     eps: tl.tensor,
     cos_sin: tl.tensor,
     mailboxes: tl.tensor,
@@ -228,6 +233,7 @@ def _leave(
     slot: tl.tensor,
     head: tl.tensor,
     NORM: tl.constexpr,
+    NORM_VALUES: tl.constexpr,
     ROTARY: tl.constexpr,
     Q_HEADS: tl.constexpr,
     HEADS: tl.constexpr,
@@ -241,14 +247,16 @@ def _leave(
     inside = (head < HEADS) & (i < HALF)
     low = tl.load(heads + head * (2 * HALF) + i, mask=inside, other=0.0).to(tl.float32)
     high = tl.load(heads + head * (2 * HALF) + HALF + i, mask=inside, other=0.0).to(tl.float32)
+    is_v = head >= Q_HEADS + KV_HEADS
     gain_low, gain_high, cosine, sine = 1.0, 1.0, 1.0, 0.0
     if NORM:
-        gain_low, gain_high = load_gains(q_norm, k_norm, head < Q_HEADS, i, HALF)
+        gain_low, gain_high = load_gains(q_norm, k_norm, v_norm, head < Q_HEADS, is_v, i, NORM_VALUES, HALF)
     if ROTARY:
         cosine = tl.load(cos_sin + i, mask=i < HALF, other=0.0)
         sine = tl.load(cos_sin + HALF + i, mask=i < HALF, other=0.0)
-    is_v = head >= Q_HEADS + KV_HEADS
-    low, high = norm_and_rotate(low, high, is_v, gain_low, gain_high, cosine, sine, eps, dtype, NORM, ROTARY, HALF)
+    low, high = norm_and_rotate(
+        low, high, is_v, gain_low, gain_high, cosine, sine, eps, dtype, NORM, NORM_VALUES, ROTARY, HALF
+    )
     tag = tl.load(header) << 32
     if dtype == tl.float32:
         at = mailboxes + (slot * HEADS + head) * (2 * HALF) + i

@@ -19,14 +19,26 @@ _HEAD_TILE = 1024
 
 @triton.jit
 def load_gains(
-    q_norm: tl.tensor, k_norm: tl.tensor, is_q: tl.tensor, i: tl.tensor, HALF: tl.constexpr
+    q_norm: tl.tensor,
+    k_norm: tl.tensor,
+    v_norm: tl.tensor,
+    is_q: tl.tensor,
+    is_v: tl.tensor,
+    i: tl.tensor,
+    NORM_VALUES: tl.constexpr,
+    HALF: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:
-    """Load the gains of each head for ``norm_and_rotate``, in halves, from the norms [D] of queries and keys."""
+    """Load the gains of each head for ``norm_and_rotate``, in halves, from the norms [D] of queries, keys and
+    values."""
     q_low = tl.load(q_norm + i, mask=i < HALF, other=0.0).to(tl.float32)
     q_high = tl.load(q_norm + HALF + i, mask=i < HALF, other=0.0).to(tl.float32)
     k_low = tl.load(k_norm + i, mask=i < HALF, other=0.0).to(tl.float32)
     k_high = tl.load(k_norm + HALF + i, mask=i < HALF, other=0.0).to(tl.float32)
-    return tl.where(is_q, q_low, k_low), tl.where(is_q, q_high, k_high)
+    low, high = tl.where(is_q, q_low, k_low), tl.where(is_q, q_high, k_high)
+    if NORM_VALUES:
+        low = tl.where(is_v, tl.load(v_norm + i, mask=i < HALF, other=0.0).to(tl.float32), low)
+        high = tl.where(is_v, tl.load(v_norm + HALF + i, mask=i < HALF, other=0.0).to(tl.float32), high)
+    return low, high
 
 
 @triton.jit
@@ -41,16 +53,20 @@ def norm_and_rotate(
     eps: tl.tensor,
     dtype: tl.constexpr,
     NORM: tl.constexpr,
+    NORM_VALUES: tl.constexpr,
     ROTARY: tl.constexpr,
     HALF: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:
-    """Heads in float32 halves [heads, HALF_TILE], rounded to their dtype; values stay as they are."""
+    """Heads in float32 halves [heads, HALF_TILE], rounded to their dtype. Values are not rotated, and normed only with
+    NORM_VALUES."""
     a, b = low, high
     if NORM:
         scale = tl.rsqrt(tl.sum(a * a + b * b, 1) / (2 * HALF) + eps)[:, None]
         # Rounded between norm and rotation, as they are where the two are separate operations.
         a = (a * scale * gain_low).to(dtype).to(tl.float32)
         b = (b * scale * gain_high).to(dtype).to(tl.float32)
+        if NORM_VALUES:
+            low, high = a, b
     if ROTARY:
         a, b = a * cosine - b * sine, b * cosine + a * sine
     return tl.where(is_v, low, a).to(dtype), tl.where(is_v, high, b).to(dtype)
@@ -61,6 +77,7 @@ def _rotary_store_kernel(
     heads: tl.tensor,
     q_norm: tl.tensor,
     k_norm: tl.tensor,
+    v_norm: tl.tensor,
     eps: tl.tensor,
     cos_sin: tl.tensor,
     positions: tl.tensor,
@@ -70,6 +87,7 @@ def _rotary_store_kernel(
     kv_scales: tl.tensor,
     token_stride: tl.tensor,
     NORM: tl.constexpr,
+    NORM_VALUES: tl.constexpr,
     Q_HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     HALF: tl.constexpr,
@@ -94,13 +112,13 @@ def _rotary_store_kernel(
     sine = tl.load(table + HALF, mask=i < HALF, other=0.0)
     gain_low, gain_high = 1.0, 1.0
     if NORM:
-        gain_low, gain_high = load_gains(q_norm, k_norm, is_q, i, HALF)
+        gain_low, gain_high = load_gains(q_norm, k_norm, v_norm, is_q, is_v, i, NORM_VALUES, HALF)
     wait(PDL)
     source = heads + token * token_stride + head * (2 * HALF) + i
     low = tl.load(source, mask=inside, other=0.0).to(tl.float32)
     high = tl.load(source + HALF, mask=inside, other=0.0).to(tl.float32)
     rotated_low, rotated_high = norm_and_rotate(
-        low, high, is_v, gain_low, gain_high, cosine, sine, eps, dtype, NORM, True, HALF
+        low, high, is_v, gain_low, gain_high, cosine, sine, eps, dtype, NORM, NORM_VALUES, True, HALF
     )
 
     inside &= slot >= 0
@@ -132,6 +150,7 @@ def rotary_store_kv(
     k_cache: Tensor,
     v_cache: Tensor,
     *,
+    v_norm: Tensor | None = None,
     scales: Tensor | None = None,
     pdl: bool = False,
 ) -> None:
@@ -139,22 +158,44 @@ def rotary_store_kv(
 
     heads [T, Hq + 2Hk, D] is what the QKV projection gave, its tokens may be strided. q is rotated in place; k and v
     are left as they were and go to the caches [num_blocks, Hk, block_size, D]. q_norm and k_norm are [D], or both
-    None. cos_sin is float32 [max_positions, D]: D/2 cosines, then D/2 sines; element i is paired with element
-    i + D/2. positions is int32 [T], each below max_positions (not checked). slot_mapping is int64 [T]: block *
-    block_size + offset, or -1 for a token that is not there, for which nothing is written. With ``LayerKVCache.scales``
-    the caches are in float8.
+    None; with a v_norm [D] beside them values are normed too. cos_sin is float32 [max_positions, D]: D/2 cosines,
+    then D/2 sines; element i is paired with element i + D/2. positions is int32 [T], each below max_positions (not
+    checked). slot_mapping is int64 [T]: block * block_size + offset, or -1 for a token that is not there, for which
+    nothing is written. With ``LayerKVCache.scales`` the caches are in float8.
     """
-    tokens, num_heads, dim = heads.shape
+    _, num_heads, dim = heads.shape
     kv_heads, block_size = check_caches(k_cache, v_cache, cached_dtype(heads.dtype, scales), dim)
     check_scales(scales, kv_heads)
     check_heads(heads, "heads")
     if num_heads != num_q_heads + 2 * kv_heads or dim % 2:
         raise ValueError(f"heads {list(heads.shape)} do not fit {num_q_heads} q heads and {kv_heads} KV heads")
-    if (q_norm is None) != (k_norm is None):
-        raise ValueError("q_norm and k_norm go together")
-    for norm in (q_norm, k_norm):
+    if (q_norm is None) != (k_norm is None) or (q_norm is None and v_norm is not None):
+        raise ValueError("q_norm and k_norm go together, and v_norm with both")
+    _prepare(heads, num_q_heads, (q_norm, k_norm, v_norm), eps, cos_sin, positions, slot_mapping, (k_cache, v_cache),
+             scales, block_size, pdl)  # fmt: skip
+
+
+def rotate_queries(
+    heads: Tensor, norm: Tensor | None, eps: float, cos_sin: Tensor, positions: Tensor, slot_mapping: Tensor, *,
+    pdl: bool = False,
+) -> None:  # fmt: skip
+    """Norm and rotary embedding of heads [T, Hq, D] that are all queries, in place. All else is as in
+    ``rotary_store_kv``."""
+    check_heads(heads, "heads")
+    if heads.shape[2] % 2:
+        raise ValueError(f"heads {list(heads.shape)} have no halves")
+    norms = norm, norm, None
+    _prepare(heads, heads.shape[1], norms, eps, cos_sin, positions, slot_mapping, None, None, 1, pdl)
+
+
+def _prepare(
+    heads: Tensor, num_q_heads: int, norms: tuple[Tensor | None, ...], eps: float, cos_sin: Tensor, positions: Tensor,
+    slot_mapping: Tensor, caches: tuple[Tensor, Tensor] | None, scales: Tensor | None, block_size: int, pdl: bool,
+) -> None:  # fmt: skip
+    tokens, num_heads, dim = heads.shape
+    for norm in norms:
         if norm is not None:
-            check(norm, gain_dtype(norm, heads), (dim,), "q_norm and k_norm")
+            check(norm, gain_dtype(norm, heads), (dim,), "q_norm, k_norm and v_norm")
     check(cos_sin, torch.float32, (cos_sin.shape[0], dim), "cos_sin")
     check(positions, torch.int32, (tokens,), "positions")
     check(slot_mapping, torch.int64, (tokens,), "slot_mapping")
@@ -162,19 +203,18 @@ def rotary_store_kv(
     head_tile = min(triton.next_power_of_2(num_heads), max(1, _HEAD_TILE // half_tile))
     _rotary_store_kernel[(tokens, triton.cdiv(num_heads, head_tile))](
         heads,
-        heads if q_norm is None else q_norm,
-        heads if k_norm is None else k_norm,
+        *(heads if norm is None else norm for norm in norms),
         eps,
         cos_sin,
         positions,
         slot_mapping,
-        k_cache,
-        v_cache,
+        *(caches or (heads, heads)),
         heads if scales is None else scales,
         heads.stride(0),
-        NORM=q_norm is not None,
+        NORM=norms[0] is not None,
+        NORM_VALUES=norms[2] is not None,
         Q_HEADS=num_q_heads,
-        KV_HEADS=kv_heads,
+        KV_HEADS=(num_heads - num_q_heads) // 2,
         HALF=dim // 2,
         BLOCK_SIZE=block_size,
         HEAD_TILE=head_tile,
