@@ -67,7 +67,7 @@ def test_tokens_equal_transformers(tmp_path: Path, name: str) -> None:
 
 @pytest.mark.parametrize("name", VARIANTS)
 def test_log_probabilities_in_bfloat16_are_near_those_of_float32(tmp_path: Path, name: str) -> None:
-    """They may differ three times as much as those of transformers in bfloat16, for each token generated."""
+    """Log probabilities of tokens may differ three times as much as those of transformers in bfloat16."""
     variant, changes = VARIANTS[name]
     model = tiny.build_model(variant, initializer_range=0.1, **changes).bfloat16()
     model.save_pretrained(tmp_path)
