@@ -16,6 +16,8 @@ from asyncengine.kernels.float8 import FLOAT8
 from asyncengine.kernels.weight import FLOAT8_GROUPS, GROUPED, INT4, INT8, PackedWeight
 
 SMALLEST_GROUP = 16
+FP4_NUMBERS = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
+"""The number of each code of a float of 4 bits: a sign, two bits of an exponent and one of a fraction."""
 
 _CLIPS = (1.0, 0.95, 0.9, 0.85, 0.8)
 """Largest elements that ``round_to_groups`` tries, in shares of a group's largest."""

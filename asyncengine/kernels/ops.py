@@ -286,6 +286,8 @@ class Ops(Protocol[BatchT, ResidualT, HandleT]):
     device: device
     transposed_keys: bool
     """Keys are [num_blocks, Hk, D, block_size] instead of, like the values, [num_blocks, Hk, block_size, D]."""
+    expert_codes: bool
+    """``make_experts`` keeps weights in int4 as they are. Otherwise they are to be unpacked before."""
 
     reduction: Reduction | None
     """Called by ``linear_add_`` and ``add_`` for what they add, before norm and addition; None for one rank."""

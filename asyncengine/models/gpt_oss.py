@@ -1,6 +1,7 @@
 """GptOssForCausalLM (OpenAI 2025): a mixture with biases in every layer, sinks in the softmax of attention.
 
-Every other layer has a window. Published experts are in MXFP4: they are unpacked when they are read.
+Every other layer has a window. Published experts are in MXFP4. Where a kernel package does not multiply by their codes,
+they are unpacked when they are read.
 """
 
 from __future__ import annotations
@@ -58,18 +59,25 @@ class GptOssForCausalLM(LlamaForCausalLM):
         block, count = f"{layer.name}.mlp", mixture.num_experts
         hidden, wide = config.hidden_size, 2 * mixture.intermediate_size
         # Gate and up lie row by row in turn; here one behind the other.
-        order = torch.cat((torch.arange(0, wide, 2), torch.arange(1, wide, 2))).to(ops.device)
-        packed = mixture.mxfp4
-        up = weights.expert_matrices(f"{block}.experts.gate_up_proj", count, wide, hidden, order, mxfp4=packed)
-        down = weights.expert_matrices(f"{block}.experts.down_proj", count, hidden, wide // 2, mxfp4=packed)
+        halves = [torch.arange(first, wide, 2, device=ops.device) for first in (0, 1)]
+        order, packed = torch.cat(halves), mixture.mxfp4
+        names = [f"{block}.experts.{name}_proj" for name in ("gate_up", "down")]
+        if packed and ops.expert_codes:
+            up = weights.expert_codes(names[0], count, wide, hidden, halves)
+            down = weights.expert_codes(names[1], count, hidden, wide // 2, [torch.arange(hidden, device=ops.device)])
+        else:
+            matrices = weights.expert_matrices(names[0], count, wide, hidden, order, mxfp4=packed)
+            up = [[dense(half) for half in matrix.chunk(2)] for matrix in matrices]
+            matrices = weights.expert_matrices(names[1], count, hidden, wide // 2, mxfp4=packed)
+            down = [[dense(matrix)] for matrix in matrices]
         up_bias = weights.tensor(f"{block}.experts.gate_up_proj_bias", count, wide)[:, order]
         down_bias = weights.tensor(f"{block}.experts.down_proj_bias", count, hidden)
         router = ops.make_linear(
             [weights.table(f"{block}.router", count, hidden)], [weights.bias(f"{block}.router", count)]
         )
         experts = ops.make_experts(
-            [[dense(part) for part in weight.chunk(2)] for weight in up],
-            [dense(weight) for weight in down],
+            up,
+            [weight for [weight] in down],
             config.activation,
             [list(bias.chunk(2)) for bias in up_bias],
             list(down_bias),

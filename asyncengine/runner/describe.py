@@ -11,7 +11,7 @@ import torch
 from asyncengine.config import EngineConfig
 from asyncengine.errors import ConfigError, ModelError
 from asyncengine.kernels.cpu.reference import ReferenceOps
-from asyncengine.kernels.weight import BLOCKS, DENSE, FLOAT8, FLOAT8_GROUPS, GROUPED
+from asyncengine.kernels.weight import BLOCKS, DENSE, FLOAT8, FLOAT8_GROUPS, GROUPED, INT4
 from asyncengine.machine import available_memory
 from asyncengine.models.config import ModelConfig, RawConfig
 from asyncengine.models.gguf.paths import is_gguf
@@ -132,6 +132,10 @@ class _NoOps(ReferenceOps):
 
     device = torch.device("meta")
 
+    def __init__(self, *, on_gpu: bool) -> None:
+        super().__init__()
+        self.expert_codes = on_gpu
+
 
 def describe_model(config: EngineConfig, device: str, memory_bytes: int | None = None) -> ModelReport:
     """Read what the model needs, with ``device`` "cpu" or "cuda". Nothing is loaded, and no weight is read.
@@ -157,7 +161,7 @@ def describe_model(config: EngineConfig, device: str, memory_bytes: int | None =
             form: Any = "dummy" if config.load_format == "dummy" or not has_weights else "auto"
             # The tables of rotary positions are as long as the context: here there is no use for one.
             probe = replace(config, model=str(path), load_format=form, dtype=name, max_model_len=1)
-            loaded = load_model(probe, _NoOps())
+            loaded = load_model(probe, _NoOps(on_gpu=device == "cuda"))
             model, num_parameters, weight_bytes = loaded.config, loaded.num_parameters, loaded.owned_bytes
             formats = tuple(
                 _words_for(kind, name, device, mixture=model.mixture is not None) for kind in loaded.weight_kinds
@@ -210,7 +214,10 @@ def _words_for(kind: WeightsOfKind, dtype: str, device: str, *, mixture: bool) -
     groups = f"{bits} in groups of {kind.group} columns"
     if device == "cpu":
         return f"{groups}, decoded by native kernels"
-    experts = f", experts unpacked to {dtype}" if mixture else ""
+    experts = ""
+    if mixture:
+        stays = "experts without offsets decoded in their kernels, others " if kind.format == INT4 else "experts "
+        experts = f", {stays}unpacked to {dtype}"
     return f"{groups}, decoded by a kernel up to 256 rows and unpacked beyond{experts}"
 
 

@@ -2,28 +2,46 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from asyncengine.kernels.cuda.linear.grouped import CodedRows
 from asyncengine.kernels.cuda.linear.residual import Residual
 from asyncengine.kernels.cuda.ops import CudaBatch, CudaOps, CudaOptions
 from asyncengine.kernels.cuda.step.tensors import allocate_step
 from asyncengine.kernels.cuda.trials import examine
 from asyncengine.kernels.experts import choose_experts
 from asyncengine.kernels.float8 import pack_float8, quantize
+from asyncengine.kernels.grouped import FP4_NUMBERS, pack_nibbles, round_to_groups, unpack
 from asyncengine.kernels.ops import Routing, RoutingRule
-from asyncengine.kernels.weight import dense
+from asyncengine.kernels.weight import INT4, PackedWeight, dense
 from asyncengine.models.weights.dummy import DummyWeights
+from asyncengine.models.weights.mxfp4 import pack_mxfp4
 
 SHAPES = {"qwen3-30b-a3b": (128, 8, 2048, 768), "gpt-oss-20b": (32, 4, 2880, 2880), "mixtral-8x7b": (8, 2, 4096, 14336)}
+
+
+def round_to_mxfp4(weight: Tensor) -> PackedWeight:
+    """Codes of the nearest numbers of 4 bits, with a power of 2 for 32 columns."""
+    parts = weight.float().view(len(weight), -1, 32)
+    exponents = parts.abs().amax(-1).clamp(min=2.0**-100).div(6).log2().ceil().to(torch.int32) + 127
+    table = torch.tensor(FP4_NUMBERS, device=weight.device)
+    scaled = parts / torch.exp2(exponents.float() - 127)[..., None]
+    steps = torch.bucketize(scaled.abs(), (table[:7] + table[1:8]) / 2).to(torch.uint8) + 8 * (scaled < 0).to(
+        torch.uint8
+    )
+    return pack_mxfp4(pack_nibbles(steps), exponents.to(torch.uint8))
 
 
 class Mixture:
     """A layer of experts of a real shape, and its results by torch."""
 
-    def __init__(self, shape: str, *, float8: bool = False) -> None:
+    def __init__(self, shape: str, form: str = "bf16") -> None:
         self.experts, top_k, self.hidden, inner = SHAPES[shape]
         self.device = torch.device("cuda")
         gpu = examine(self.device)
@@ -32,14 +50,19 @@ class Mixture:
         self.up = self.random(self.experts, 2 * inner, self.hidden, std=self.hidden**-0.5)
         self.down = self.random(self.experts, self.hidden, inner, std=inner**-0.5)
         self.router = self.random(self.experts, self.hidden, std=self.hidden**-0.5)
-        pack = pack_float8 if float8 else dense
+        packings: dict[str, Callable[[Tensor], PackedWeight]] = {
+            "bf16": dense, "fp8": pack_float8, "mxfp4": round_to_mxfp4, "int4": partial(round_to_groups, INT4),
+        }  # fmt: skip
+        pack = packings[form]
         halves = [[pack(part) for part in weight.chunk(2)] for weight in self.up]
         self.handle = self.ops.make_experts(halves, [pack(weight) for weight in self.down], "silu_mul")
         self.to_logits = self.ops.make_linear([dense(self.router)], [None])
-        if float8:
-            for weights in (self.up, self.down):
-                for weight in weights:
-                    weight.copy_(quantize(weight).dequantize())
+        assert all(isinstance(one.weight, CodedRows) == (form in ("mxfp4", "int4")) for one in self.handle.up)
+        for weight in (*self.up, *self.down):
+            if form == "fp8":
+                weight.copy_(quantize(weight).dequantize())
+            elif form != "bf16":
+                weight.copy_(unpack(pack(weight)))
 
     def random(self, *shape: int, std: float = 1.0) -> Tensor:
         return torch.empty(shape, dtype=torch.bfloat16, device=self.device).normal_(std=std)
@@ -69,12 +92,12 @@ def exact_products() -> None:
     torch.backends.cuda.matmul.allow_tf32 = False
 
 
-@pytest.mark.parametrize("float8", [False, True], ids=["bf16", "fp8"])
+@pytest.mark.parametrize("form", ["bf16", "fp8", "mxfp4", "int4"])
 @pytest.mark.parametrize("shape", SHAPES)
 @torch.inference_mode()
-def test_experts_of_real_shapes(shape: str, float8: bool) -> None:
+def test_experts_of_real_shapes(shape: str, form: str) -> None:
     """Random routing, and all rows to the same experts; one row to a prompt of 1,500 tokens."""
-    mixture = Mixture(shape, float8=float8)
+    mixture = Mixture(shape, form)
     for rows in (1, 2, 3, 8, 64, 256, 1500):
         x = mixture.random(rows, mixture.hidden)
         routing = mixture.ops.route(x, mixture.to_logits, mixture.rule, mixture.batch(rows))

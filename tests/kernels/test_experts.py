@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 import pytest
 import torch
 from torch import Tensor
 
+from asyncengine.kernels.cuda.experts.codes import stack_codes
 from asyncengine.kernels.cuda.experts.mix import mix
 from asyncengine.kernels.cuda.experts.plan import FEW_ROWS, tiles_for
 from asyncengine.kernels.cuda.experts.route import choose_experts
@@ -13,10 +17,13 @@ from asyncengine.kernels.cuda.experts.sort import sort_pairs
 from asyncengine.kernels.cuda.experts.stack import stack_experts
 from asyncengine.kernels.cuda.gpu import H200, INTERPRETER
 from asyncengine.kernels.cuda.linear.formats.base import as_tensor
+from asyncengine.kernels.cuda.linear.grouped import CodedRows
 from asyncengine.kernels.experts import choose_experts as choose_plainly
 from asyncengine.kernels.float8 import pack_float8, unpack_float8
+from asyncengine.kernels.grouped import make_grouped, round_to_groups, unpack
 from asyncengine.kernels.ops import Activation, Routing, RoutingRule
-from asyncengine.kernels.weight import PackedWeight, dense
+from asyncengine.kernels.weight import INT4, INT8, PackedWeight, dense
+from asyncengine.models.weights.mxfp4 import pack_mxfp4
 
 HIDDEN, INNER = 72, 40
 
@@ -92,6 +99,8 @@ def test_pairs_are_sorted_by_expert(device: torch.device, rows: int, experts: in
 def weights_of(packed: PackedWeight) -> Tensor:
     if packed.format == "dense":
         return packed.tensors["weight"]
+    if packed.format == "int4":
+        return unpack(packed)
     return unpack_float8([packed])[0].dequantize()
 
 
@@ -136,21 +145,39 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("float8", [False, True], ids=["dense", "float8"])
+def in_mxfp4(weight: Tensor) -> PackedWeight:
+    """Random codes with scales that make weights of them like others; the columns are those of the weight."""
+    draw = torch.Generator().manual_seed(int(weight.float().abs().sum() * 1000))
+    shape = len(weight), weight.shape[1] // 32
+    blocks = torch.randint(256, (*shape, 16), dtype=torch.uint8, generator=draw)
+    return pack_mxfp4(blocks, torch.randint(119, 123, shape, dtype=torch.uint8, generator=draw))
+
+
+FORMS: dict[str, tuple[Callable[[Tensor], PackedWeight], int, int]] = {
+    "dense": (dense, 72, 40),
+    "float8": (pack_float8, 72, 40),
+    "mxfp4": (in_mxfp4, 96, 160),
+    "int4": (partial(round_to_groups, INT4, size=32, scale_dtype=torch.float16), 96, 160),
+    "int4 in whole rows": (partial(round_to_groups, INT4), 72, 40),
+}
+
+
+@pytest.mark.parametrize("name", FORMS)
 @pytest.mark.parametrize("case", CASES)
-def test_mixtures_are_those_of_plain_operations(device: torch.device, case: str, float8: bool) -> None:
+def test_mixtures_are_those_of_plain_operations(device: torch.device, case: str, name: str) -> None:
     (weights, ids), kind, dtype, biased = CASES[case]
     activation: Activation = kind  # type: ignore[assignment]
-    experts, wide = int(ids.max()) + 2, INNER * (2 if kind.endswith("_mul") else 1)
-    form = pack_float8 if float8 else dense
-    up = [form(random(wide, HIDDEN, seed=e, dtype=dtype) / 8) for e in range(experts)]
-    down = [form(random(HIDDEN, INNER, seed=50 + e, dtype=dtype) / 6) for e in range(experts)]
-    biases = random(experts, wide, seed=90, dtype=dtype), random(experts, HIDDEN, seed=91, dtype=dtype)
-    x = random(len(ids), HIDDEN + 8, seed=92, dtype=dtype)[:, :HIDDEN]
-    expected = plainly(
-        x, Routing(weights, ids), torch.stack([weights_of(w) for w in up]),
-        torch.stack([weights_of(w) for w in down]), kind, biases if biased else None,
-    )  # fmt: skip
+    form, hidden, inner = FORMS[name]
+    experts, wide = int(ids.max()) + 2, inner * (2 if kind.endswith("_mul") else 1)
+    up = [form(random(wide, hidden, seed=e, dtype=dtype) / 8) for e in range(experts)]
+    down = [form(random(hidden, inner, seed=50 + e, dtype=dtype) / 6) for e in range(experts)]
+    biases = random(experts, wide, seed=90, dtype=dtype), random(experts, hidden, seed=91, dtype=dtype)
+    x = random(len(ids), hidden + 8, seed=92, dtype=dtype)[:, :hidden]
+    coded = name not in ("dense", "float8")
+    up_whole, down_whole = (
+        torch.stack([weights_of(w).to(dtype) if coded else weights_of(w) for w in packed]) for packed in (up, down)
+    )
+    expected = plainly(x, Routing(weights, ids), up_whole, down_whole, kind, biases if biased else None)
 
     def moved(packed: PackedWeight) -> PackedWeight:
         tensors = {name: tensor.to(device) for name, tensor in packed.tensors.items()}
@@ -161,14 +188,46 @@ def test_mixtures_are_those_of_plain_operations(device: torch.device, case: str,
         [[b.to(device)] for b in biases[0]] if biased else None,
         list(biases[1].to(device)) if biased else None,
     )  # fmt: skip
+    assert all(isinstance(one.weight, CodedRows) == coded for one in (*handle.up, *handle.down))
     routing = Routing(weights.to(device), ids.to(device))
-    before = random(len(ids), HIDDEN, seed=93, dtype=dtype)
+    before = random(len(ids), hidden, seed=93, dtype=dtype)
     for add in (False, True):  # by the kernels of the number of rows, and by those for any number
         out = before.to(device, copy=True)
         mix(x.to(device), routing, handle, out=out, add=add, gpu=INTERPRETER, invariant=add)
         wanted = expected + (before.double() if add else 0)
         tolerance = 1e-5 if dtype == torch.float32 else 2.0**-6
         assert (out.cpu().double() - wanted).abs().max() <= tolerance * wanted.abs().max()
+
+
+def test_codes_that_no_kernel_reads_are_unpacked() -> None:
+    """Offsets, an order of columns, other tables and codes of 8 bits; and int4 if it is not to stay."""
+    weight = round_to_groups(INT4, random(64, 96, seed=1), size=32)
+    codes, scales = weight.tensors["codes"], weight.tensors["scales"]
+    order, table = torch.arange(96, dtype=torch.int32), torch.linspace(-1, 1, 16)
+    others = (
+        make_grouped(INT4, codes, scales, scales), make_grouped(INT4, codes, scales, table=table),
+        make_grouped(INT4, codes, scales, order=order), round_to_groups(INT8, random(64, 96, seed=1)),
+    )  # fmt: skip
+    for up, keeps in (*((other, True) for other in others), (weight, False)):
+        handle = stack_experts([[up]] * 3, [weight] * 3, "gelu", keeps_codes=keeps)
+        for one, packed in zip((*handle.up, *handle.down), (up, weight), strict=True):
+            assert torch.equal(as_tensor(one.weight), unpack(packed).bfloat16().repeat(3, 1))
+
+
+def test_powers_of_2_take_a_byte() -> None:
+    """Scales that float32 has in full as powers of 2 are kept as exponents, and all others as they are."""
+    exact = in_mxfp4(random(8, 64, seed=1))
+    rows = stack_codes([exact, exact])
+    assert rows.fp4
+    assert rows.scales.dtype == torch.uint8
+    assert torch.equal(torch.exp2(rows.scales.float() - 127), exact.tensors["scales"].repeat(2, 1))
+    assert rows.nbytes == 16 * (32 + 2)
+    assert rows.group == 32
+    for value in (2.0**-127, float("inf"), 0.75):
+        scales = exact.tensors["scales"].clone()
+        scales[3, 1] = value
+        odd = make_grouped(INT4, exact.tensors["codes"], scales, table=exact.tensors["table"])
+        assert torch.equal(stack_codes([odd]).scales, scales)
 
 
 def test_a_row_depends_neither_on_the_others_nor_on_their_number_if_it_must_not(device: torch.device) -> None:

@@ -11,11 +11,14 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
+from asyncengine import SamplingParams
 from asyncengine.config import EngineConfig
 from asyncengine.errors import MissingWeightError, UnsupportedModelError, WeightMismatchError
 from asyncengine.kernels.cpu.ops import CpuOps
+from asyncengine.kernels.cuda.ops import CudaOps, CudaOptions
 from asyncengine.models.weights.mxfp4 import unpack_mxfp4
-from asyncengine.runner.steps.model_runner import CpuModelRunner
+from asyncengine.runner.steps.model_runner import CpuModelRunner, load_model
+from tests.kernels.simulated_cuda import make_engine
 from tests.models import tiny
 
 PROMPT = [(11 * i + 5) % tiny.VOCAB_SIZE for i in range(30)]
@@ -93,3 +96,20 @@ def test_other_packings_are_refused(packed: tuple[Path, list[int]]) -> None:
     (path / "config.json").write_text(json.dumps(config))
     with pytest.raises(UnsupportedModelError, match="gptq"):
         load(path)
+
+
+async def test_codes_stay_as_they_are_on_a_gpu(packed: tuple[Path, list[int]]) -> None:
+    """Their kernels give the tokens of transformers, and a weight takes 4 bits and its part of a scale."""
+    path, expected = packed
+    small = {"max_num_seqs": 2, "max_num_batched_tokens": 16, "num_kv_blocks": 8, "max_model_len": 64}
+    settings = small | {"dtype": "float32", "step_timeout_s": 600.0, "skip_tokenizer_init": True}
+    async with make_engine(str(path), **settings) as engine:
+        output = await engine.generate(PROMPT, SamplingParams(max_tokens=4, temperature=0, ignore_eos=True))
+    assert list(output.token_ids) == expected[:4]
+    config = EngineConfig.from_kwargs(str(path), settings)
+    coded, unpacked = (
+        load_model(config, CudaOps(torch.device("cpu"), CudaOptions(expert_codes=keeps))) for keeps in (True, False)
+    )
+    numbers = 2 * EXPERTS * 3 * HIDDEN * INNER
+    assert unpacked.owned_bytes - coded.owned_bytes == 4 * numbers - (numbers // 2 + numbers // 32)
+    assert coded.num_parameters == unpacked.num_parameters

@@ -58,6 +58,7 @@ class BaseOps(Ops[StepBatch, Residual, HandleT]):
     device = torch.device("cpu")
     # Scores of neighbouring tokens are neighbours, and so a vector.
     transposed_keys = True
+    expert_codes = False
 
     def __init__(self, prefill_attention: PrefillAttention = "native", *, fast_prefill: bool = True) -> None:
         """``prefill_attention``, which kernel attends for rows of several tokens, and ``fast_prefill`` are as in

@@ -82,6 +82,8 @@ class CudaOptions:
     """The card that choices are made for; without one what ``describe`` says of the device, and no tma kernels."""
     l2_cache_hints: bool = True
     """tma kernels say what is to leave the L2 cache first (see kernels/cuda/launch/cache_policy.py)"""
+    expert_codes: bool = True
+    """Experts in int4 stay in codes. Otherwise they are unpacked, to several times the memory."""
 
     @property
     def for_tma(self) -> TmaOptions:
@@ -99,6 +101,7 @@ class CudaOps:
         self.gpu = self.options.gpu or describe(device)
         self.choices = Choices(self.options.plans, self.gpu, batch_invariant=self.options.batch_invariant)
         """choices of plans for projections"""
+        self.expert_codes = self.options.expert_codes
         self.reduction: Reduction | None = None
         self._projections = Projections(device, self.gpu, self.options.for_tma)
 
@@ -122,7 +125,7 @@ class CudaOps:
         up_biases: Sequence[Sequence[Tensor]] | None = None,
         down_biases: Sequence[Tensor] | None = None,
     ) -> Experts[CudaLinear]:
-        return stack_experts(up, down, activation, up_biases, down_biases)
+        return stack_experts(up, down, activation, up_biases, down_biases, keeps_codes=self.expert_codes)
 
     def embed(
         self, batch: CudaBatch, embedding: CudaLinear, position_table: Tensor | None = None, scale: float = 1.0

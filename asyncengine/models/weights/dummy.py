@@ -78,10 +78,11 @@ class DummyWeights:
         return self._pool.dtype
 
     def uint8(self, name: str, *shape: int) -> Tensor:
-        """Random bytes; scales that make weights of them like others."""
+        """Random bytes of two numbers; scales that make weights of them like others."""
         device = self._pool.device
         if name.endswith("_scales"):
             return torch.full(shape, 120, dtype=torch.uint8, device=device)
+        self.num_parameters += 2 * math.prod(shape)
         return torch.randint(256, shape, dtype=torch.uint8, device=device, generator=self._bytes)
 
     is_random = True

@@ -8,9 +8,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from asyncengine.kernels.grouped import FP4_NUMBERS, make_grouped
+from asyncengine.kernels.weight import INT4, PackedWeight
+
 BLOCK = 32
-FP4_NUMBERS = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
-"""The number of each code of 4 bits."""
 BIAS = 127
 
 
@@ -20,3 +21,9 @@ def unpack_mxfp4(blocks: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
     pairs = torch.stack((blocks & 15, blocks >> 4), -1).flatten(-2).to(torch.int32)
     factors = torch.exp2(scales.float() - BIAS).to(dtype)
     return (values[pairs] * factors[..., None]).flatten(1)
+
+
+def pack_mxfp4(blocks: Tensor, scales: Tensor) -> PackedWeight:
+    """The same matrix in its codes, with the scales in float32."""
+    numbers = torch.tensor(FP4_NUMBERS, device=blocks.device)
+    return make_grouped(INT4, blocks.flatten(1), torch.exp2(scales.float() - BIAS), table=numbers)

@@ -14,7 +14,7 @@ from asyncengine.kernels.grouped import are_alike, group_size
 from asyncengine.kernels.weight import DENSE, GROUPED, PackedWeight, dense, tensors_of
 from asyncengine.models.weights.formats.base import Dense, TensorSource, WeightFormat
 from asyncengine.models.weights.formats.packed import to_dense
-from asyncengine.models.weights.mxfp4 import BLOCK, unpack_mxfp4
+from asyncengine.models.weights.mxfp4 import BLOCK, pack_mxfp4, unpack_mxfp4
 from asyncengine.models.weights.shard import Cut, Shard
 
 
@@ -142,10 +142,7 @@ class WeightSource:
         if not mxfp4:
             whole = self._tensors.get(name, count, columns, rows).transpose(1, 2)
             return (whole if order is None else whole[:, order]).contiguous()
-        if columns % BLOCK:
-            raise UnsupportedModelError(f"{name} in MXFP4 has rows of {columns}, which are no blocks of {BLOCK}")
-        blocks = self._tensors.uint8(f"{name}_blocks", count, rows, columns // BLOCK, BLOCK // 2)
-        scales = self._tensors.uint8(f"{name}_scales", count, rows, columns // BLOCK)
+        blocks, scales = self._read_mxfp4(name, count, rows, columns)
         dtype = self._tensors.dtype
         out = torch.empty(count, rows, columns, dtype=dtype, device=blocks.device)
         for matrix, own, factors in zip(out, blocks, scales, strict=True):
@@ -153,6 +150,27 @@ class WeightSource:
             matrix.copy_(whole if order is None else whole[order])
         self._tensors.owned_bytes += out.nbytes
         return out
+
+    def expert_codes(
+        self, name: str, count: int, rows: int, columns: int, parts: Sequence[Tensor]
+    ) -> list[list[PackedWeight]]:
+        """The matrices of a tensor in MXFP4 as they are stored, of each expert one for each of ``parts``: indices of
+        rows."""
+        blocks, scales = self._read_mxfp4(name, count, rows, columns)
+        made = [
+            [pack_mxfp4(own[part], factors[part]) for part in parts]
+            for own, factors in zip(blocks, scales, strict=True)
+        ]
+        self._tensors.owned_bytes += blocks.nbytes + scales.nbytes
+        return made
+
+    def _read_mxfp4(self, name: str, count: int, rows: int, columns: int) -> tuple[Tensor, Tensor]:
+        if self._shard.ranks > 1:
+            raise UnsupportedModelError(f"{name} cannot be cut for {self._shard.ranks} ranks")
+        if columns % BLOCK:
+            raise UnsupportedModelError(f"{name} in MXFP4 has rows of {columns}, which are no blocks of {BLOCK}")
+        blocks = self._tensors.uint8(f"{name}_blocks", count, rows, columns // BLOCK, BLOCK // 2)
+        return blocks, self._tensors.uint8(f"{name}_scales", count, rows, columns // BLOCK)
 
     def float32(self, name: str, count: int) -> Tensor:
         """A vector [count] in float32, whatever the model's dtype is."""

@@ -16,10 +16,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from asyncengine.kernels.cuda.experts.codes import decode, kernel_operands, load_codes, load_scales
 from asyncengine.kernels.cuda.experts.epilogue import GATED_KINDS, activate_columns
 from asyncengine.kernels.cuda.launch.compiling import kernel
 from asyncengine.kernels.cuda.launch.programmatic import launch_options, start_next, wait
-from asyncengine.kernels.cuda.linear.formats.base import values_and_scale
 from asyncengine.kernels.cuda.linear.handle import CudaLinear
 from asyncengine.kernels.cuda.linear.skinny import weight_rows_of
 
@@ -47,6 +47,24 @@ def _add_products(acc, weight, x, factor, k, K: tl.constexpr, STEPS: tl.constexp
     return acc
 
 
+@triton.jit
+def _add_coded(acc, codes, scales, row, x, factor, K: tl.constexpr, STEPS: tl.constexpr, HELD: tl.constexpr,
+               BK: tl.constexpr, G: tl.constexpr, FP4: tl.constexpr):  # fmt: skip
+    """``_add_products`` with the weights of rows [BN] in codes."""
+    k = tl.arange(0, BK)
+    for first in tl.range(0, STEPS, HELD):
+        w, scale, xs = (), (), ()
+        for i in tl.static_range(HELD):
+            at = (first + i) * BK
+            w = w + (load_codes(codes, row, at, K, BK),)
+            scale = scale + (load_scales(scales, row, at, K, G, BK),)
+            xs = xs + (tl.load(x + at + k, mask=at + k < K, other=0.0),)
+        for i in tl.static_range(HELD):
+            numbers = decode(w[i], scale[i], x.dtype.element_ty, FP4).to(tl.float32)
+            acc += numbers * (xs[i].to(tl.float32) * factor)[None, :]
+    return acc
+
+
 @kernel
 def _up_kernel(
     x,
@@ -58,6 +76,8 @@ def _up_kernel(
     columns,
     x_stride,
     K: tl.constexpr,
+    G: tl.constexpr,
+    FP4: tl.constexpr,
     TOP_K: tl.constexpr,
     BN: tl.constexpr,
     BK: tl.constexpr,
@@ -74,10 +94,13 @@ def _up_kernel(
     wait(PDL)
     row += tl.load(ids + pair).to(tl.int64) * (columns * (2 if GATED else 1))
     acc = tl.zeros([BN, BK], tl.float32)
-    acc = _add_products(acc, weight + row[:, None] * K, x + pair // TOP_K * x_stride, 1.0, k, K,
-                        (K + BK - 1) // BK, HELD, BK)  # fmt: skip
+    from_x = x + pair // TOP_K * x_stride
+    if G:
+        acc = _add_coded(acc, weight, weight_scale, row, from_x, 1.0, K, (K + BK - 1) // BK, HELD, BK, G, FP4)
+    else:
+        acc = _add_products(acc, weight + row[:, None] * K, from_x, 1.0, k, K, (K + BK - 1) // BK, HELD, BK)
     y = tl.sum(acc, 1)[:, None]
-    if weight_scale is not None:
+    if weight_scale is not None and G == 0:
         y *= tl.load(weight_scale + row)[:, None]
     if bias is not None:
         y += tl.load(bias + row).to(tl.float32)[:, None]
@@ -99,6 +122,8 @@ def _down_kernel(
     columns,
     out_stride,
     K: tl.constexpr,
+    G: tl.constexpr,
+    FP4: tl.constexpr,
     TOP_K: tl.constexpr,
     BN: tl.constexpr,
     BK: tl.constexpr,
@@ -120,7 +145,12 @@ def _down_kernel(
         of_expert = tl.load(ids + pair).to(tl.int64) * columns + own
         factor = tl.load(factors + pair).to(tl.float32)
         at = weight + of_expert[:, None] * K
-        if weight_scale is None:
+        if G:
+            from_x = x + pair * K
+            acc = _add_coded(
+                acc, weight, weight_scale, of_expert, from_x, factor, K, (K + BK - 1) // BK, HELD, BK, G, FP4
+            )
+        elif weight_scale is None:
             acc = _add_products(acc, at, x + pair * K, factor, k, K, (K + BK - 1) // BK, HELD, BK)
         else:
             own_acc = tl.zeros([BN, BK], tl.float32)
@@ -147,13 +177,13 @@ def _held(inner: int, step: int, columns: int) -> int:
 
 def multiply_up(x: Tensor, ids: Tensor, handle: CudaLinear, *, out: Tensor, activation: str, pdl: bool = False) -> None:
     """out [T * top_k, I] = activation(x W^T + bias) for the row of each pair by the weights of its expert."""
-    weight, scale = values_and_scale(handle.weight)
+    weight, scale, coding = kernel_operands(handle.weight)
     (pairs, columns), inner, gated = out.shape, x.shape[1], activation in GATED_KINDS
     step, tile = _step(inner), 4
     _up_kernel[(pairs, triton.cdiv(columns * (1 + gated), tile))](
         x, ids, weight, handle.bias, out, scale, columns, x.stride(0), K=inner, TOP_K=ids.shape[1], BN=tile, BK=step,
         HELD=_held(inner, step, tile), ACT=activation, GATED=gated, num_warps=4 if step == 1024 and inner > 2048 else 2,
-        **launch_options(pdl),
+        **coding, **launch_options(pdl),
     )  # fmt: skip
 
 
@@ -161,10 +191,10 @@ def multiply_down(
     x: Tensor, ids: Tensor, factors: Tensor, handle: CudaLinear, *, out: Tensor, add: bool, pdl: bool = False
 ) -> None:
     """out [T, H] = the sum of (x W^T + bias) * factors over the pairs of each row, or out += that; x [T * top_k, I]."""
-    weight, scale = values_and_scale(handle.weight)
+    weight, scale, coding = kernel_operands(handle.weight)
     (rows, columns), inner = out.shape, x.shape[1]
     step, tile = _step(inner), 4
     _down_kernel[(rows, triton.cdiv(columns, tile))](
         x, ids, factors, weight, handle.bias, out, scale, columns, out.stride(0), K=inner, TOP_K=ids.shape[1],
-        BN=tile, BK=step, HELD=_held(inner, step, tile), ADD=add, num_warps=4, **launch_options(pdl),
+        BN=tile, BK=step, HELD=_held(inner, step, tile), ADD=add, num_warps=4, **coding, **launch_options(pdl),
     )  # fmt: skip

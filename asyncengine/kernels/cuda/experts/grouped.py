@@ -1,7 +1,7 @@
 """Products of rows with their experts' weights by tensor cores, for rows that are sorted into tiles of one expert each.
 
-Weights are the left operand, as in linear/tiled.py. They are read where they lie, and float8 weights become the dtype
-of the rows in registers. A row's sums do not depend on the other rows of its tile.
+Weights are the left operand, as in linear/tiled.py. They are read where they lie, and weights in float8 or int4 become
+the dtype of the rows in registers. A row's sums do not depend on the other rows of its tile.
 """
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call, import-untyped"
 # mypy: disable-error-code="assignment, var-annotated, unreachable, misc"
@@ -12,12 +12,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from asyncengine.kernels.cuda.experts.codes import decode, kernel_operands, load_codes, load_scales
 from asyncengine.kernels.cuda.experts.epilogue import GATED_KINDS, activate_columns
 from asyncengine.kernels.cuda.experts.plan import Tiles
 from asyncengine.kernels.cuda.experts.sort import SortedPairs
 from asyncengine.kernels.cuda.launch.compiling import kernel
 from asyncengine.kernels.cuda.launch.programmatic import launch_options, must_widen, start_next, wait
-from asyncengine.kernels.cuda.linear.formats.base import values_and_scale
 from asyncengine.kernels.cuda.linear.handle import CudaLinear
 from asyncengine.kernels.cuda.linear.skinny import weight_rows_of
 
@@ -44,6 +44,8 @@ def _grouped_kernel(
     columns,
     x_stride,
     K: tl.constexpr,
+    G: tl.constexpr,
+    FP4: tl.constexpr,
     PAIRS_PER_ROW: tl.constexpr,
     BM: tl.constexpr,
     BN: tl.constexpr,
@@ -70,14 +72,19 @@ def _grouped_kernel(
     from_x = x + (pair // PAIRS_PER_ROW)[None, :] * x_stride + k[:, None]
     acc = tl.zeros([BN, BM], tl.float32)
     for done in tl.range(0, K, BK, num_stages=STAGES):
-        if K % BK:
+        if G:
+            packed = load_codes(weight, row, done, K, BK)
+            w = decode(packed, load_scales(weight_scale, row, done, K, G, BK), x.dtype.element_ty, FP4)
+            inside = (done + k < K)[:, None] & there[None, :]
+            acc = _multiply(w, tl.load(from_x + done, mask=inside, other=0.0), acc, WIDEN)
+        elif K % BK:
             inside = done + k < K
             w = tl.load(from_weight + done, mask=inside[None, :], other=0.0)
             acc = _multiply(w, tl.load(from_x + done, mask=there[None, :] & inside[:, None], other=0.0), acc, WIDEN)
         else:
             w = tl.load(from_weight + done)
             acc = _multiply(w, tl.load(from_x + done, mask=there[None, :], other=0.0), acc, WIDEN)
-    if weight_scale is not None:
+    if weight_scale is not None and G == 0:
         acc *= tl.load(weight_scale + row)[:, None]
     if bias is not None:
         acc += tl.load(bias + row).to(tl.float32)[:, None]
@@ -106,12 +113,12 @@ def multiply_tiles(
 
     Pair p is of row p // pairs_per_row of x. ``factors`` [P] and ``activation`` may be missing.
     """
-    weight, scale = values_and_scale(handle.weight)
+    weight, scale, coding = kernel_operands(handle.weight)
     columns, gated = out.shape[1], activation in GATED_KINDS
     programs = triton.cdiv(columns * (1 + gated), tiles.columns)
     _grouped_kernel[(pairs.limit, programs)](
         x, weight, handle.bias, factors, pairs.order, pairs.tiles, out, scale, pairs.limit, columns, x.stride(0),
         K=x.shape[1], PAIRS_PER_ROW=pairs_per_row, BM=tiles.rows, BN=tiles.columns, BK=tiles.inner,
         STAGES=tiles.stages, ACT=activation, GATED=gated, WIDEN=must_widen(x.dtype), num_warps=tiles.warps,
-        num_stages=tiles.stages, **launch_options(pdl),
+        num_stages=tiles.stages, **coding, **launch_options(pdl),
     )  # fmt: skip

@@ -8,6 +8,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from asyncengine.kernels.cuda.experts.codes import stack_codes, stays_coded
 from asyncengine.kernels.cuda.linear.handle import CudaLinear, pack
 from asyncengine.kernels.experts import check_experts
 from asyncengine.kernels.grouped import unpack
@@ -21,16 +22,27 @@ def stack_experts(
     activation: Activation,
     up_biases: Sequence[Sequence[Tensor]] | None = None,
     down_biases: Sequence[Tensor] | None = None,
+    *,
+    keeps_codes: bool = True,
 ) -> Experts[CudaLinear]:
     """``Ops.make_experts``, with a handle for the first weights of all experts and one for the second.
 
-    Weights in codes are unpacked: the kernels of experts do not read them.
+    With ``keeps_codes`` int4 stays as it is where the kernels read it (codes.py); other weights in codes are unpacked.
     """
     check_experts(up, down)
+    flat = [weight for weights in up for weight in weights]
+    if keeps_codes and stays_coded(flat) and stays_coded(down):
+        biases = None if up_biases is None else [bias for of_one in up_biases for bias in of_one]
+        return Experts((_coded(flat, biases),), (_coded(down, down_biases),), activation, len(up))
     up, down = [[_dense(weight) for weight in weights] for weights in up], [_dense(weight) for weight in down]
     biases = None if up_biases is None else [bias for of_one in up_biases for bias in of_one]
     first = _stack([weight for weights in up for weight in weights], biases)
     return Experts((first,), (_stack(down, down_biases),), activation, len(up))
+
+
+def _coded(weights: Sequence[PackedWeight], biases: Sequence[Tensor] | None) -> CudaLinear:
+    rows = stack_codes(weights)
+    return CudaLinear(rows, None if biases is None else torch.cat(tuple(biases)), len(rows))
 
 
 def _dense(weight: PackedWeight) -> PackedWeight:

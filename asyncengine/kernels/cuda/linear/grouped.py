@@ -75,6 +75,34 @@ class GroupedMatrix:
         return len(self.codes)
 
 
+@dataclass(frozen=True, slots=True)
+class CodedRows:
+    """Weights of experts in int4, one below another, as their kernels read them: a row's codes, and its scales."""
+
+    codes: Tensor
+    """uint8 [N, K / 2], even columns in the low halves"""
+    scales: Tensor
+    """[N, K / G] in float32 or float16; in uint8 exponents of powers of 2, to which 127 is added"""
+    fp4: bool
+    """Codes are floats of 4 bits (FP4_NUMBERS of kernels/grouped.py), and not numbers to which 8 is added."""
+
+    @property
+    def shape(self) -> torch.Size:
+        return torch.Size((len(self.codes), 2 * self.codes.shape[1]))
+
+    @property
+    def group(self) -> int:
+        """Number of columns that share a scale."""
+        return self.shape[1] // self.scales.shape[1]
+
+    @property
+    def nbytes(self) -> int:
+        return self.codes.nbytes + self.scales.nbytes
+
+    def __len__(self) -> int:
+        return len(self.codes)
+
+
 def has_tiles(rows: int, columns: int) -> bool:
     """Return whether ``in_tiles`` has an order for int4 codes of a weight [rows, columns]."""
     return columns % TILE == 0 and rows % 8 == 0

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from asyncengine.errors import UnsupportedModelError
 from asyncengine.kernels.float8 import FLOAT8
-from asyncengine.kernels.grouped import make_grouped, pack_nibbles, unpack_nibbles
+from asyncengine.kernels.grouped import FP4_NUMBERS, make_grouped, pack_nibbles, unpack_nibbles
 from asyncengine.kernels.weight import INT4, INT8, PackedWeight
 from asyncengine.models.files import excerpt
 from asyncengine.models.weights.formats.base import TensorSource
@@ -27,7 +27,7 @@ from asyncengine.models.weights.formats.packed import (
     read_scales,
 )
 from asyncengine.models.weights.formats.settings import MAX_PATTERNS, ModuleNames, QuantSettings
-from asyncengine.models.weights.mxfp4 import BIAS, FP4_NUMBERS
+from asyncengine.models.weights.mxfp4 import BIAS
 
 logger = logging.getLogger(__name__)
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from asyncengine.kernels.cuda.gpu import Gpu
-from asyncengine.kernels.cuda.linear.grouped import GroupedMatrix
+from asyncengine.kernels.cuda.linear.grouped import CodedRows, GroupedMatrix
 from asyncengine.kernels.cuda.linear.plan import Plan, Site, WeightKind
 from asyncengine.kernels.cuda.rows.activation import activate_rows
 from asyncengine.kernels.cuda.rows.norms import norm_rows
@@ -17,7 +17,7 @@ from asyncengine.kernels.float8 import Quantized
 from asyncengine.kernels.ops import Activation, Norm
 from asyncengine.kernels.weight import PackedWeight
 
-Matrix: TypeAlias = Tensor | Quantized | GroupedMatrix
+Matrix: TypeAlias = Tensor | Quantized | GroupedMatrix | CodedRows
 """Rows of a weight or of its input, in the form that a kernel multiplies. Formats alone tell them apart."""
 
 
