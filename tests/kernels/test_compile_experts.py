@@ -1,0 +1,49 @@
+"""The kernels of experts in codes compile for Hopper, on a machine without a GPU."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tests.kernels.test_compile import run
+
+CODED_EXPERTS = """
+from tests.kernels.compile_for import install, spills
+compiled = install()
+import torch
+from asyncengine.kernels.cuda.experts.mix import mix
+from asyncengine.kernels.cuda.experts.route import choose_experts
+from asyncengine.kernels.cuda.gpu import H200
+from asyncengine.kernels.cuda.linear.grouped import CodedRows
+from asyncengine.kernels.cuda.linear.handle import CudaLinear
+from asyncengine.kernels.ops import Experts, RoutingRule
+
+def random(*shape): return torch.zeros(shape, dtype=torch.bfloat16)
+
+def coded(rows, inner, group, scales, fp4):
+    codes = torch.zeros(rows, inner // 2, dtype=torch.uint8)
+    return CudaLinear(CodedRows(codes, torch.zeros(rows, inner // group, dtype=scales), fp4), random(rows), rows)
+
+for hidden, inner, count, top_k, activation, how in (
+    (2880, 2880, 32, 4, "clamped_silu_mul", (32, torch.uint8, True)),
+    (2048, 768, 128, 8, "silu_mul", (128, torch.float32, False)),
+):
+    experts = Experts((coded(16, hidden, *how),), (coded(16, inner, *how),), activation, count)
+    for rows in (1, 64, 2048):
+        routing = choose_experts(torch.zeros(rows, count), RoutingRule(top_k, sums_to_one=True), pdl=True)
+        mix(random(rows, hidden), routing, experts, out=random(rows, hidden), add=True, gpu=H200, pdl=True)
+for name, kernel in compiled.items():
+    assert kernel.metadata.shared <= H200.shared_bytes, (name, kernel.metadata.shared)
+    words = [word for word in ("wgmma", "griddepcontrol.wait") if word in kernel.asm["ptx"]]
+    print(":".join([name.split()[0], *words, *spills(kernel)]))
+"""
+
+
+def test_mixtures_of_experts_in_codes_compile(tmp_path: Path) -> None:
+    """The shapes of gpt-oss-20b in MXFP4 and of Qwen3-30B-A3B in int4: one row, many, and a prompt."""
+    compiled = run(tmp_path, "-c", CODED_EXPERTS)
+    wait = "griddepcontrol.wait"
+    assert set(compiled) == {
+        f"_grouped_kernel:wgmma:{wait}",
+        *(f"{name}:{wait}" for name in ("_route_kernel", "_up_kernel", "_down_kernel", "_sort_kernel", "_sum_kernel")),
+    }
+    assert compiled.count(f"_grouped_kernel:wgmma:{wait}") == 8
