@@ -221,9 +221,6 @@ class _PlanOps(CudaOps):
             self.step.attention.append(str(plan))
         return q
 
-    def rms_norm(self, x: Tensor, norm: Norm, batch: CudaBatch) -> Tensor:
-        return x
-
     def logits(
         self,
         residual: Residual,
