@@ -87,6 +87,7 @@ def test_contributors_read_of_each_command() -> None:
         "asan-build",
         "tsan",
         "tsan-build",
+        "collect",
         "wheels",
         "wheels-of-containers",
         "wheel-of-this-machine",

@@ -84,7 +84,7 @@ PLANS = {
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
-@pytest.mark.parametrize("sizes", [(3, 24, 8), (20, 32, 6)], ids=["3 heads", "20 heads"])
+@pytest.mark.parametrize("sizes", [(3, 24, 8), (20, 32, 16)], ids=["3 heads", "20 heads"])
 @pytest.mark.parametrize("name", PLANS)
 @torch.inference_mode()
 def test_attention_is_that_of_torch(
@@ -109,6 +109,10 @@ def test_tensors_that_do_not_fit_are_refused(device: torch.device) -> None:
                 **good | {name: tensor[1:]}, layer=case.layer, cache=case.cache, step=case.step,
                 plan=PLANS["one token"],
             )  # fmt: skip
+
+    odd = Case(3, 24, 6, device, torch.float32)
+    with pytest.raises(ValueError, match="must be of 8s, got 24 and 6"):
+        latent_attention(odd.q, odd.q_rope, odd.rows, odd.layer, odd.cache, odd.step, PLANS["one token"])
 
 
 def test_plans_fill_the_card_and_share_latents_among_heads() -> None:

@@ -64,7 +64,7 @@ class HostRanks:
         self._models = list(models)
         self.splits_head = models[0].splits_head
         self._residuals: list[Any] = []
-        """What the other ranks' last ``run`` returned."""
+        """Residuals that the other ranks' last ``run`` returned."""
         self._meeting = Meeting(len(models))
         count = len(models) - 1
         self._others = ThreadPoolExecutor(count, thread_name_prefix="asyncengine-rank")

@@ -244,6 +244,8 @@ def check_layers(config: EngineConfig, architecture: str, model: ModelConfig, de
             f"some layers of {architecture} keep a state, which disk_kv_path does not: a prefix from the disk is of no "
             "use without it"
         )
+    if device_type == "cuda" and model.latent is not None and (model.latent.rank % 8 or model.latent.rope_dim % 8):
+        raise ConfigError(f"{architecture} runs with device=cpu alone: kv_lora_rank and qk_rope_head_dim are not of 8s")
     if device_type == "cuda" and config.batch_invariant and model.latent is not None:
         raise ConfigError(f"batch_invariant: on a GPU, attention of {architecture} over latents depends on the batch")
     if config.float8_cache and model.positions_in_keys:

@@ -260,6 +260,8 @@ def latent_attention(
     ):
         if x.shape != shape or x.dtype != q.dtype or x.stride(-1) != 1:
             raise ValueError(f"{name} must be {q.dtype} {list(shape)}, got {x.dtype} {list(x.shape)} {x.stride()}")
+    if layer.rank % 8 or layer.rope % 8:
+        raise ValueError(f"latents and rotated parts of keys must be of 8s, got {layer.rank} and {layer.rope}")
     check(latents, q.dtype, (len(latents), latents.shape[1], layer.width), "latents")
     check(layer.cos_sin, torch.float32, (len(layer.cos_sin), layer.rope), "cos_sin")
     check(layer.norm_weight, q.dtype, (layer.rank,), "norm_weight")

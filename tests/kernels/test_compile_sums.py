@@ -1,0 +1,71 @@
+"""Sums over GPUs and attention over latents compile for Hopper, on a machine without a GPU."""
+
+from __future__ import annotations
+
+from tests.kernels.test_compile import run
+
+SUMS = """
+from tests.kernels.compile_for import install
+compiled = install()
+import torch
+from asyncengine.kernels.cuda.comm.exchange import allocate
+from asyncengine.kernels.cuda.step.tensors import allocate_step
+from asyncengine.kernels.ops import Norm
+
+device = torch.device("cpu")
+for dtype in (torch.bfloat16, torch.float32):
+    own = allocate(1, 2, 512, 4096, dtype, device, logits=2 * 2 * 64128, pdl=True)
+    norm = Norm(torch.empty(4096, dtype=dtype), None, 1e-5)
+    for rows in (1, 512):
+        product = torch.empty(rows, 4096, dtype=dtype)
+        own.reduce(product, onto=product.clone(), norm=norm)
+own.gather(torch.empty(2, 64128), 64128)
+own.share(allocate_step(4, 1, 4, 4, device).slots)
+for name, kernel in compiled.items():
+    words = ("ld.volatile.global.v2.b64", "st.global.v2.b64", "sys.release", "sys.acquire", "griddepcontrol.wait")
+    print(name.split()[0], *(word for word in words if word in kernel.asm["ptx"]))
+"""
+
+
+def test_sums_over_gpus_compile(tmp_path):
+    """Packets of 64 bits are loaded and stored two at once, and by no instruction that may cut them."""
+    compiled = sorted(run(tmp_path, "-c", SUMS))
+    assert compiled == [
+        "gather_kernel sys.release griddepcontrol.wait",
+        "share_kernel sys.acquire griddepcontrol.wait",
+        *["sum_few_kernel ld.volatile.global.v2.b64 st.global.v2.b64 griddepcontrol.wait"] * 2,
+        *["sum_many_kernel sys.release sys.acquire griddepcontrol.wait"] * 2,
+    ]
+
+
+LATENT = """
+from tests.kernels.compile_for import install, spills
+compiled = install()
+import torch
+from asyncengine.kernels.cuda.attention.latent import choose_plan, latent_attention
+from asyncengine.kernels.cuda.step.tensors import allocate_step
+from asyncengine.kernels.latent import LatentLayer
+from asyncengine.kernels.ops import LayerLatentCache
+
+def random(*shape): return torch.zeros(shape, dtype=torch.bfloat16)
+
+for heads in (16, 20, 128):
+    layer = LatentLayer(heads, 512, 64, random(512), 1e-6, torch.zeros(8, 64), 0.1)
+    for rows, tokens in ((1, 1), (256, 256), (4, 64)):
+        step, cache = allocate_step(rows, 8, rows, tokens, torch.device("cpu")), LayerLatentCache(random(1, 16, 576))
+        q, q_rope, new = random(tokens, heads, 512), random(tokens, heads, 256)[..., 192:], random(tokens, 1344)
+        plan = choose_plan(rows, tokens, heads, torch.bfloat16, 132)
+        latent_attention(q, q_rope, new[:, 768:], layer, cache, step, plan, pdl=True)
+for name, kernel in compiled.items():
+    words = [word for word in ("wgmma", "mma.sync", "griddepcontrol.wait") if word in kernel.asm["ptx"]]
+    print(":".join([name.split()[0], *words, *spills(kernel)]))
+"""
+
+
+def test_attention_over_latents_compiles(tmp_path):
+    """The heads of DeepSeek-V2-Lite, GLM-4.7-Flash and DeepSeek-V3: one row, many, and a prompt; registers suffice."""
+    wait = "griddepcontrol.wait"
+    assert set(run(tmp_path, "-c", LATENT)) == {
+        *(f"{name}:{wait}" for name in ("_latent_store_kernel", "_latent_sum_kernel")),
+        *(f"_latent_kernel:{words}:{wait}" for words in ("mma.sync", "wgmma")),
+    }
