@@ -118,7 +118,8 @@ def test_additions_go_through_the_reduction(package: Package) -> None:
     batch = package.batch()
     seen = []
 
-    def double(product: Tensor, of: Any, onto: Tensor | None = None) -> None:
+    def double(product: Tensor, of: Any, onto: Tensor | None = None, norm: None = None) -> None:
+        assert norm is None
         seen.append(of)
         product.mul_(2)
         if onto is not None:

@@ -19,7 +19,8 @@ from tests.models import tiny
 STATES = ("lfm2", "bamba", "falcon-h1", "granite-hybrid", "mamba2", "nemotron-h", "qwen3-next", "qwen3.5")
 REFUSED = {
     "gpt-oss": "sinks", "gemma4": "other than attention", "olmo2": "over all heads", "olmo3": "over all heads",
-    "olmoe": "over all heads", "minimax-m2": "over all heads", **dict.fromkeys(STATES, "other than attention"),
+    "olmoe": "over all heads", "minimax-m2": "over all heads",
+    **dict.fromkeys((*STATES, "deepseek", "glm4-moe-lite"), "other than attention"),
 }  # fmt: skip
 """Families that one rank runs alone, by the beginning of a variant's name, and the reason."""
 

@@ -135,10 +135,10 @@ def test_products_of_two_ranks_add_up_to_one_residual(
 
     products: list[Tensor] = []
 
-    def note(product: Tensor, batch: Any, onto: Tensor | None = None) -> None:
+    def note(product: Tensor, batch: Any, onto: Tensor | None = None, norm: None = None) -> None:
         products.append(product.clone())
 
-    def add(product: Tensor, batch: Any, onto: Tensor | None = None) -> None:
+    def add(product: Tensor, batch: Any, onto: Tensor | None = None, norm: None = None) -> None:
         product += products[0]
         if onto is not None:
             onto += product

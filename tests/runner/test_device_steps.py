@@ -333,6 +333,8 @@ def test_which_steps_have_no_work_list(tma):
             kv_specs=[KVSpec(*shape[1:])],
             score_softcap=0.0,
             attention_sinks=False,
+            norms_values=False,
+            layer_caches=(),
         )
         loaded = SimpleNamespace(config=model, dtype=torch.bfloat16, max_model_len=1 << 20)
         buckets = [b for b in device_steps.step_buckets(config, loaded, ops) if b.single_token_rows]
@@ -343,7 +345,8 @@ def test_which_steps_have_no_work_list(tma):
 def test_short_contexts_of_many_rows_have_buckets_without_late_teams():
     ops = CudaOps(torch.device("cpu"), CudaOptions(gpu=H200))
     config = EngineConfig(model="", dtype="bfloat16", max_num_seqs=256, max_num_batched_tokens=256)
-    model = SimpleNamespace(num_heads=12, kv_specs=[KVSpec(12, 64)], score_softcap=0.0, attention_sinks=False)
+    plain = {"score_softcap": 0.0, "attention_sinks": False, "norms_values": False, "layer_caches": ()}
+    model = SimpleNamespace(num_heads=12, kv_specs=[KVSpec(12, 64)], **plain)
     loaded = SimpleNamespace(config=model, dtype=torch.bfloat16, max_model_len=1024)
     buckets = [b for b in device_steps.step_buckets(config, loaded, ops) if b.single_token_rows and b.max_rows > 1]
     [kind] = device_steps.attention_kinds(model, torch.bfloat16)
