@@ -137,8 +137,7 @@ class WeightSource:
 
         A dense checkpoint holds them as [count, columns, rows]; one in MXFP4 as name_blocks and name_scales.
         """
-        if self._shard.ranks > 1:
-            raise UnsupportedModelError(f"{name} cannot be cut for {self._shard.ranks} ranks")
+        self._refuse_ranks(name)
         if not mxfp4:
             whole = self._tensors.get(name, count, columns, rows).transpose(1, 2)
             return (whole if order is None else whole[:, order]).contiguous()
@@ -156,6 +155,7 @@ class WeightSource:
     ) -> list[list[PackedWeight]]:
         """The matrices of a tensor in MXFP4 as they are stored, of each expert one for each of ``parts``: indices of
         rows."""
+        self._refuse_ranks(name)
         blocks, scales = self._read_mxfp4(name, count, rows, columns)
         made = [
             [pack_mxfp4(own[part], factors[part]) for part in parts]
@@ -164,9 +164,11 @@ class WeightSource:
         self._tensors.owned_bytes += blocks.nbytes + scales.nbytes
         return made
 
-    def _read_mxfp4(self, name: str, count: int, rows: int, columns: int) -> tuple[Tensor, Tensor]:
+    def _refuse_ranks(self, name: str) -> None:
         if self._shard.ranks > 1:
             raise UnsupportedModelError(f"{name} cannot be cut for {self._shard.ranks} ranks")
+
+    def _read_mxfp4(self, name: str, count: int, rows: int, columns: int) -> tuple[Tensor, Tensor]:
         if columns % BLOCK:
             raise UnsupportedModelError(f"{name} in MXFP4 has rows of {columns}, which are no blocks of {BLOCK}")
         blocks = self._tensors.uint8(f"{name}_blocks", count, rows, columns // BLOCK, BLOCK // 2)

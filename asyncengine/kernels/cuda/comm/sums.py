@@ -74,6 +74,18 @@ def _unpack(found, dtype: tl.constexpr):
 
 
 @triton.jit
+def _gains(weight, bias, column, inside, NORM: tl.constexpr, CENTER: tl.constexpr):
+    """A norm's weight and bias in float32; zeros for those that it does not have."""
+    scale = tl.zeros_like(column).to(tl.float32)
+    shift = scale
+    if NORM:
+        scale = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
+    if CENTER:
+        shift = tl.load(bias + column, mask=inside, other=0.0).to(tl.float32)
+    return scale, shift
+
+
+@triton.jit
 def _store_row(
     total, onto, onto_stride, normed, normed_stride, row, column, inside, scale, shift, eps,
     WIDTH: tl.constexpr, ONTO: tl.constexpr, NORM: tl.constexpr, CENTER: tl.constexpr,
@@ -109,12 +121,7 @@ def sum_few_kernel(
     block, blocks = tl.program_id(0), tl.num_programs(0)
     column, place = tl.arange(0, TILE), tl.arange(0, TILE // EACH)
     inside, there = column < WIDTH, place < PACKETS_OF_ROW
-    scale = tl.zeros([TILE], tl.float32)
-    shift = tl.zeros([TILE], tl.float32)
-    if NORM:
-        scale = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
-    if CENTER:
-        shift = tl.load(bias + column, mask=inside, other=0.0).to(tl.float32)
+    scale, shift = _gains(weight, bias, column, inside, NORM, CENTER)
     wait(PDL)
     call = _next(tl.load(calls + block))
     half = call & 1
@@ -157,12 +164,7 @@ def sum_many_kernel(
     block, blocks = tl.program_id(0), tl.num_programs(0)
     column = tl.arange(0, TILE)
     inside = column < WIDTH
-    scale = tl.zeros([TILE], tl.float32)
-    shift = tl.zeros([TILE], tl.float32)
-    if NORM:
-        scale = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
-    if CENTER:
-        shift = tl.load(bias + column, mask=inside, other=0.0).to(tl.float32)
+    scale, shift = _gains(weight, bias, column, inside, NORM, CENTER)
     wait(PDL)
     call = _next(tl.load(calls + block))
     half = call & 1

@@ -31,13 +31,9 @@ def stack_experts(
     """
     check_experts(up, down)
     flat = [weight for weights in up for weight in weights]
-    if keeps_codes and stays_coded(flat) and stays_coded(down):
-        biases = None if up_biases is None else [bias for of_one in up_biases for bias in of_one]
-        return Experts((_coded(flat, biases),), (_coded(down, down_biases),), activation, len(up))
-    up, down = [[_dense(weight) for weight in weights] for weights in up], [_dense(weight) for weight in down]
     biases = None if up_biases is None else [bias for of_one in up_biases for bias in of_one]
-    first = _stack([weight for weights in up for weight in weights], biases)
-    return Experts((first,), (_stack(down, down_biases),), activation, len(up))
+    join = _coded if keeps_codes and stays_coded(flat) and stays_coded(down) else _unpacked
+    return Experts((join(flat, biases),), (join(down, down_biases),), activation, len(up))
 
 
 def _coded(weights: Sequence[PackedWeight], biases: Sequence[Tensor] | None) -> CudaLinear:
@@ -51,7 +47,8 @@ def _dense(weight: PackedWeight) -> PackedWeight:
     return dense(unpack(weight).to(weight.inputs or torch.bfloat16))
 
 
-def _stack(weights: Sequence[PackedWeight], biases: Sequence[Tensor] | None) -> CudaLinear:
+def _unpacked(weights: Sequence[PackedWeight], biases: Sequence[Tensor] | None) -> CudaLinear:
+    weights = [_dense(weight) for weight in weights]
     if common_format(weights) == DENSE:
         whole = _whole([weight.tensors["weight"] for weight in weights])
         if whole is not None:

@@ -8,6 +8,8 @@ life. Nothing is read or written for tokens and rows that a step does not use.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -17,7 +19,7 @@ from asyncengine.kernels.cuda.launch.compiling import kernel
 from asyncengine.kernels.cuda.launch.programmatic import launch_options, wait
 from asyncengine.kernels.cuda.rows.tensors import check, check_rows, empty_rows
 from asyncengine.kernels.cuda.step.tensors import DeviceStep
-from asyncengine.kernels.states import ShortConv
+from asyncengine.kernels.states import DeltaNet, Mamba2, ShortConv, state_floats
 
 _MAX_SIZE = 8
 COLUMNS = 128
@@ -85,6 +87,36 @@ def convolve(
     return out
 
 
+class Mixed(NamedTuple):
+    """Inputs and states of a mixer's recurrence."""
+
+    inputs: Tensor
+    """float32 [T, C]: convolved; in a step of single tokens the rows themselves, which the recurrence convolves"""
+    kept: Tensor
+    """[slots, H * S * D]: the mixer's states, in their dtype"""
+    floats: Tensor
+    """float32 [slots, numbers]: the same memory from its beginning, where the convolution's states are"""
+
+
+def begin_mixer(
+    x: Tensor, inputs: Tensor, mixer: Mamba2 | DeltaNet, size: int, states: Tensor, step: DeviceStep, *, single: bool,
+    pdl: bool,
+) -> Mixed:  # fmt: skip
+    """Convolve the inputs of a mixer, columns of x, but in a step of ``single`` tokens; ``size`` is that of a state.
+
+    Raises ValueError for tensors that do not fit.
+    """
+    conv, numbers = mixer.conv, mixer.inner * size
+    if not conv.silu:
+        raise ValueError("the convolution of a mixer must be activated")
+    first = ShortConv.state_bytes(*conv.weight.shape)
+    check_states(states, first + numbers * mixer.state_dtype.itemsize, step)
+    if single:
+        check_conv(inputs, conv, states, step)
+    mixed = x if single else convolve(inputs, conv, states, step, dtype=torch.float32, pdl=pdl)
+    return Mixed(mixed, state_floats(states, first, numbers, mixer.state_dtype), states.view(torch.float32))
+
+
 def check_conv(x: Tensor, conv: ShortConv, states: Tensor, step: DeviceStep) -> None:
     """Raises ValueError for tensors that do not fit, as ``convolve``."""
     size, channels = conv.weight.shape
@@ -134,7 +166,7 @@ def shift(source, state, length, x_stride, inside, begun, CHANNELS: tl.constexpr
     for k in tl.static_range(SIZE - 1):
         token = length - (SIZE - 1) + k
         value = tl.load(source + token * x_stride, mask=inside & (token >= 0), other=0.0).to(tl.float32)
-        # What is kept lies behind place k, which is written next.
+        # Kept inputs lie behind place k, which is written next.
         kept = inside & (token < 0) & begun
         value += tl.load(state + (token + SIZE - 1) * CHANNELS, mask=kept, other=0.0)
         tl.debug_barrier()

@@ -16,12 +16,12 @@ from asyncengine.kernels.cuda.gpu import Gpu
 from asyncengine.kernels.cuda.launch.compiling import kernel
 from asyncengine.kernels.cuda.launch.programmatic import launch_options, wait
 from asyncengine.kernels.cuda.recurrent.chunks import LOOPED, computes_chunks, delta_chunks
-from asyncengine.kernels.cuda.recurrent.conv import check_conv, check_states, convolve, convolve_token
+from asyncengine.kernels.cuda.recurrent.conv import begin_mixer, convolve_token
 from asyncengine.kernels.cuda.recurrent.gate import gate_rows, softplus
 from asyncengine.kernels.cuda.recurrent.tiles import head_tile
 from asyncengine.kernels.cuda.rows.tensors import check
 from asyncengine.kernels.cuda.step.tensors import DeviceStep
-from asyncengine.kernels.states import DeltaNet, ShortConv, state_floats
+from asyncengine.kernels.states import DeltaNet
 
 
 def delta_net(
@@ -45,15 +45,8 @@ def delta_net(
         raise ValueError(f"x must be [{step.num_tokens}, {mixer.width}], got {list(x.shape)}")
     check(mixer.decay, torch.float32, (heads,), "decay")
     check(mixer.dt_bias, torch.float32, (heads,), "dt_bias")
-    if not conv.silu:
-        raise ValueError("the convolution of a mixer must be activated")
-    first, channels = ShortConv.state_bytes(*conv.weight.shape), conv.weight.shape[1]
-    check_states(states, first + inner * size * mixer.state_dtype.itemsize, step)
-    if single:
-        check_conv(x, conv, states, step)
-    mixed = x if single else convolve(x, conv, states, step, dtype=torch.float32, pdl=pdl)
-    kept = state_floats(states, first, inner * size, mixer.state_dtype)
-    floats = states.view(torch.float32)
+    mixed, kept, floats = begin_mixer(x, x, mixer, size, states, step, single=single, pdl=pdl)
+    channels = conv.weight.shape[1]
     out = torch.empty(len(x), inner, dtype=torch.float32, device=x.device)
     chunked = not single and computes_chunks(x, mixer.state_dtype, size, gpu, invariant=invariant)
     tile, warps = head_tile(step.num_rows * heads, dim, single=single and not invariant)

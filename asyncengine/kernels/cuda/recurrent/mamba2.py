@@ -16,12 +16,12 @@ from asyncengine.kernels.cuda.gpu import Gpu
 from asyncengine.kernels.cuda.launch.compiling import kernel
 from asyncengine.kernels.cuda.launch.programmatic import launch_options, wait
 from asyncengine.kernels.cuda.recurrent.chunks import LOOPED, computes_chunks, mamba_chunks
-from asyncengine.kernels.cuda.recurrent.conv import check_conv, check_states, convolve, convolve_token
+from asyncengine.kernels.cuda.recurrent.conv import begin_mixer, convolve_token
 from asyncengine.kernels.cuda.recurrent.gate import gate_rows, softplus
 from asyncengine.kernels.cuda.recurrent.tiles import head_tile
 from asyncengine.kernels.cuda.rows.tensors import check
 from asyncengine.kernels.cuda.step.tensors import DeviceStep
-from asyncengine.kernels.states import Mamba2, ShortConv, state_floats
+from asyncengine.kernels.states import Mamba2
 
 
 def mamba2(
@@ -45,15 +45,8 @@ def mamba2(
         raise ValueError(f"x must be [{step.num_tokens}, {mixer.width}], got {list(x.shape)}")
     for name in ("decay", "skip", "dt_bias"):
         check(getattr(mixer, name), torch.float32, (heads,), name)
-    if not conv.silu:
-        raise ValueError("the convolution of a mixer must be activated")
-    first, inputs = ShortConv.state_bytes(*conv.weight.shape), x[:, inner:]
-    check_states(states, first + inner * size * mixer.state_dtype.itemsize, step)
-    if single:
-        check_conv(inputs, conv, states, step)
-    mixed = x if single else convolve(inputs, conv, states, step, dtype=torch.float32, pdl=pdl)
-    kept = state_floats(states, first, inner * size, mixer.state_dtype)
-    floats = states.view(torch.float32)
+    inputs = x[:, inner:]
+    mixed, kept, floats = begin_mixer(x, inputs, mixer, size, states, step, single=single, pdl=pdl)
     out = torch.empty(len(x), inner, dtype=torch.float32, device=x.device)
     chunked = not single and computes_chunks(x, mixer.state_dtype, size, gpu, invariant=invariant)
     tile, warps = head_tile(step.num_rows * heads, dim, single=single and not invariant)
