@@ -18,7 +18,7 @@ from tests.kernels.test_mixers import drawn, make_delta, make_mamba
 from tests.kernels.test_recurrent import Rows, Run
 from tests.models import tiny
 from tests.models.state_spaces import STATE_SPACES
-from tests.runner.stateful_engines import SIZES, check_same, greedy, mixed_jobs, on_cpu, run, save
+from tests.runner.stateful_engines import SIZES, check_same, greedy, mixed_jobs, on_cpu, run, saving
 
 FAMILIES = ["lfm2", "lfm2-biased", "lfm2-moe", "lfm2-moe-plain", *STATE_SPACES]
 KINDS = ["lfm2", "mamba2", "falcon-h1", "qwen3-next"]
@@ -28,15 +28,7 @@ JOBS = mixed_jobs(10, (3, 16, 17, 33, 80), 80)
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory):
-    made: dict[str, tuple[Path, Any]] = {}
-
-    def get(variant: str) -> tuple[Path, Any]:
-        if variant not in made:
-            path = tmp_path_factory.mktemp(variant)
-            made[variant] = path, save(variant, path)
-        return made[variant]
-
-    return get
+    return saving(tmp_path_factory)
 
 
 @pytest.fixture(scope="module")

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import random
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 from asyncengine import AsyncEngine, SamplingParams, testing
 from asyncengine.text.tokenizer import placeholder_tokenizer
@@ -26,6 +29,17 @@ def save(variant: str, path: Path, **changes: Any) -> Any:
     model.save_pretrained(path)
     placeholder_tokenizer(tiny.VOCAB_SIZE).backend.save(str(path / "tokenizer.json"))
     return model
+
+
+def saving(factory: pytest.TempPathFactory) -> Callable[[str], tuple[Path, Any]]:
+    """Return a function that saves a variant once: its directory, and the model of transformers."""
+
+    @functools.cache
+    def saved(variant: str) -> tuple[Path, Any]:
+        path = factory.mktemp(variant)
+        return path, save(variant, path)
+
+    return saved
 
 
 def on_cpu(path: str, **config: Any) -> AsyncEngine:

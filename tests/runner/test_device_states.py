@@ -6,7 +6,6 @@ Without a GPU the kernels are interpreted and run on the simulated device: few a
 from __future__ import annotations
 
 import asyncio
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +13,7 @@ import pytest
 from asyncengine import testing
 from tests.kernels.simulated_cuda import make_engine
 from tests.models import tiny
-from tests.runner.stateful_engines import SIZES, check_same, greedy, mixed_jobs, on_cpu, run, save
+from tests.runner.stateful_engines import SIZES, check_same, greedy, mixed_jobs, on_cpu, run, saving
 
 VARIANTS = ["lfm2-moe", "falcon-h1-normed", "qwen3-next-biased"]
 """One of each kind of state; tests/gpu/test_states.py has all families."""
@@ -25,15 +24,7 @@ JOBS = mixed_jobs(4, (3, 17, 33), 4)
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory):
-    made: dict[str, tuple[Path, Any]] = {}
-
-    def get(variant: str) -> tuple[Path, Any]:
-        if variant not in made:
-            path = tmp_path_factory.mktemp(variant)
-            made[variant] = path, save(variant, path)
-        return made[variant]
-
-    return get
+    return saving(tmp_path_factory)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
