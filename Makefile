@@ -4,6 +4,7 @@
 # make soak    mixed traffic for SOAK_MINUTES (default: 30), memory and descriptors watched; the scheduler beside its
 #              model for a million operations; random mixes of features under pressure beside the same requests alone
 # make sanitize  the tests of cancellation, preemption and the scheduler over a core with sanitizers
+# make exhaustive  the Python tests with all their cases, of which make test runs a sample
 # make test-gpu  tests/gpu on a machine with one: GPU_PROCESSES at once (default: 8), then those that must be alone
 # make wheels  a source archive and wheels in dist/: for all versions of Python where docker runs, else for this machine
 # make clients   other projects' clients (lm_eval, LiteLLM, LangChain and others) against a server with the bundled model
@@ -35,6 +36,8 @@ SANITIZED = $(BIN)/cmake -S . -B build/$(1) -G Ninja -DCMAKE_MAKE_PROGRAM=$(absp
 	-DCMAKE_BUILD_TYPE=Debug -DCMAKE_CXX_FLAGS=$(3) -DASYNCENGINE_TESTS=ON -DASYNCENGINE_WERROR=ON -DASYNCENGINE_UNITY=ON \
 	-DASYNCENGINE_SANITIZE=$(2) >/dev/null && $(BIN)/cmake --build build/$(1)
 
+PYTEST = $(BIN)/pytest --numprocesses $$(($$(nproc) + 1)) --maxprocesses 8 --max-worker-restart 0 --dist loadfile --no-loadscope-reorder
+
 # $(call requirements,dependencies) or $(call requirements,optional-dependencies,EXTRA) prints those of pyproject.toml.
 requirements = $(BIN)/python -c "import tomllib; names = tomllib.load(open('pyproject.toml', 'rb'))['project']['$(1)']; \
 	print(*(names['$(2)'] if '$(2)' else names), sep=chr(10))"
@@ -42,7 +45,7 @@ requirements = $(BIN)/python -c "import tomllib; names = tomllib.load(open('pypr
 # $(call step,TEXT,COMMAND) says what is done, and how long it took.
 step = @printf '\n== %s\n' $(1); begun=$$(date +%s); $(2) && printf '== done in %d s\n' $$(($$(date +%s) - begun))
 
-.PHONY: install serve test lint native asan tsan asan-build tsan-build collect pytest test-gpu fuzz soak sanitize wheels clients integrations peers clean
+.PHONY: install serve test lint native asan tsan asan-build tsan-build collect pytest exhaustive test-gpu fuzz soak sanitize wheels clients integrations peers clean
 
 install: $(CORE) $(TOOLS)
 
@@ -59,13 +62,13 @@ $(CORE): $(NATIVE) | $(MADE)
 # What pyproject.toml names, so that it can be installed while the core is compiled (make -j2).
 $(PACKAGES): constraints.txt pyproject.toml | $(MADE)
 	$(call step,'Installing packages (0.3 GB with the CPU build of torch; some GB with the CUDA build)',\
-		$(call requirements,dependencies) | $(BIN)/pip install --constraint constraints.txt --requirement /dev/stdin)
+		$(call requirements,dependencies) | $(BIN)/pip install --no-compile --constraint constraints.txt --requirement /dev/stdin)
 	@touch $@
 
 $(TOOLS): $(PACKAGES)
 	$(call step,'Installing tools for development',\
 		$(call requirements,optional-dependencies,dev) | \
-		$(BIN)/pip install --constraint constraints.txt --requirement /dev/stdin)
+		$(BIN)/pip install --no-compile --constraint constraints.txt --requirement /dev/stdin)
 	@touch $@
 
 serve: $(CORE) $(PACKAGES)
@@ -108,7 +111,10 @@ collect: install
 
 # A new worker would begin with the test that ended the last one. Some tests wait, so there is a process more than processors.
 pytest: install
-	$(BIN)/pytest --numprocesses $$(($$(nproc) + 1)) --maxprocesses 8 --max-worker-restart 0 --dist loadfile --no-loadscope-reorder
+	$(PYTEST)
+
+exhaustive: install
+	$(PYTEST) --exhaustive
 
 test-gpu: install
 	$(BIN)/pytest --numprocesses $(GPU_PROCESSES) -m 'not alone' tests/gpu

@@ -4,6 +4,9 @@ Without a GPU the Triton kernels run in Triton's interpreter, which is decided w
 
 Torch gets one thread, here and in processes that tests start: there is a worker of pytest for every core.
 
+A test that is marked ``sampled(n)`` has many like cases: one of n runs. All of them run with
+--exhaustive (make exhaustive) and where there is a GPU, and so do tests that are marked ``exhaustive``.
+
 Nothing that collection imports is ever garbage. No garbage is looked for until it has ended, and then only among what
 is newer.
 """
@@ -34,7 +37,33 @@ settings.register_profile("explore", max_examples=1000, **_common)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatable"))
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--exhaustive", action="store_true", help="all cases of all tests, of which make test runs some")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    refuse_shared_names(items)
+    if not (config.getoption("--exhaustive") or torch.cuda.is_available()):
+        leave_out_like_cases(config, items)
+
+
+def leave_out_like_cases(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Deselect tests marked exhaustive, and all but each n-th case of a test marked sampled(n)."""
+    seen: Counter[str] = Counter()
+    left_out = []
+    for item in items:
+        test = item.nodeid.partition("[")[0]
+        mark = item.get_closest_marker("sampled")
+        if item.get_closest_marker("exhaustive") or (mark is not None and seen[test] % mark.args[0]):
+            left_out.append(item)
+        seen[test] += 1
+    if left_out:
+        config.hook.pytest_deselected(items=left_out)
+        gone = set(left_out)
+        items[:] = [item for item in items if item not in gone]
+
+
+def refuse_shared_names(items: list[pytest.Item]) -> None:
     """Refuse tests that share a node ID: xdist would run one of them and leave out the others without a word."""
     shared = [name for name, count in Counter(item.nodeid for item in items).items() if count > 1]
     if shared:

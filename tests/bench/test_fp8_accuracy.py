@@ -53,6 +53,7 @@ def qwen3(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("rows", "tokens", "chunk"), [(3, 87, 87), (1, 4, 1), (5, 4, 1), (3, 12, 4)])
 def test_kernels_are_as_exact_as_the_twin(qwen3: Path, rows: int, tokens: int, chunk: int) -> None:
     """A whole model. Not the same numbers: what bfloat16 rounds differently gets another float8, an eighth away."""

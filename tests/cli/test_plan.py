@@ -80,6 +80,7 @@ def test_measured_plans_are_named_so(capsys: pytest.CaptureFixture[str]) -> None
     assert choices_of(steps_of(capsys, model))[site] == Choice(CUBLAS, "measured")
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("shape", ["gpt2", "qwen3-0.6b", "llama-3.1-8b"])
 @pytest.mark.parametrize("gpu", [A100, L40S, H200, B200], ids=lambda gpu: gpu.name)
 @pytest.mark.parametrize("quantization", ["none", "fp8"])

@@ -34,6 +34,7 @@ async def run(config: dict[str, Any]) -> tuple[list[Any], EngineStats]:
         return outputs, engine.stats()
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "config",
     [

@@ -125,6 +125,7 @@ MACHINERY: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("variant", VARIED)
 def test_outputs_do_not_depend_on_the_machinery(checkpoints, variant, dtype):
@@ -142,6 +143,7 @@ def test_outputs_do_not_depend_on_the_machinery(checkpoints, variant, dtype):
     assert outputs == [expected[i] for i in shuffled]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("steps_in_flight", [1, 2])
 @pytest.mark.parametrize("variant", VARIED)
 def test_preemption_with_a_tenth_of_the_kv_changes_nothing(checkpoints, variant, steps_in_flight):

@@ -92,6 +92,7 @@ async def continuations_are_scored(config: dict[str, Any]) -> None:
     assert greedy.is_greedy
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("depth", [1, 2, 3])
 @pytest.mark.parametrize(("chunk", "blocks"), [(1, 64), (7, 64), (64, 64), (64, 9)])
 async def test_prompts_are_scored(chunk: int, depth: int, blocks: int) -> None:

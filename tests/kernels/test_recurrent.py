@@ -127,6 +127,7 @@ def tolerance_of(layer: Any, dtype: torch.dtype) -> float:
     return 3e-2 if dtype == torch.bfloat16 else 1e-2 if half else 2e-4
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("name", "dtype"), CASES, ids=str)
 def test_mixed_steps_equal_the_plain_recurrence(device: torch.device, name: str, dtype: torch.dtype) -> None:
     """New sequences over what others left, chunks that go on, rows of one token, inert rows and unused ones."""
@@ -146,6 +147,7 @@ def test_mixed_steps_equal_the_plain_recurrence(device: torch.device, name: str,
     assert (run.states.states[1] == POISON).all(), "the state of an inert row was touched"
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("name", "dtype"), CASES, ids=str)
 def test_decode_steps_equal_the_plain_recurrence(device: torch.device, name: str, dtype: torch.dtype) -> None:
     """Steps whose every row has one token, among unused rows, which touch no state."""
@@ -160,6 +162,7 @@ def test_decode_steps_equal_the_plain_recurrence(device: torch.device, name: str
     assert (run.states.states[1] == POISON).all(), "the state of an unused slot was touched"
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", LAYERS)
 def test_no_bit_depends_on_chunks_or_company(device: torch.device, name: str) -> None:
     layer, length = layer_of(name), 13
@@ -180,6 +183,7 @@ def test_no_bit_depends_on_chunks_or_company(device: torch.device, name: str) ->
         assert torch.equal(run_states, whole_states)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", ["mamba", "mamba, odd sizes", "delta", "delta, odd sizes"])
 def test_chunks_of_long_rows_equal_the_plain_recurrence(device: torch.device, name: str) -> None:
     """Rows of several chunks, of a part of one, and short ones beside them; states go on exactly where they ended."""

@@ -74,6 +74,7 @@ async def test_labels_are_those_of_transformers(tmp_path: Path, variant: str) ->
     await classes_are_those_of_transformers(tmp_path, {}, variant, 7)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_tensors_that_are_missing_or_wrong_name_themselves(tmp_path: Path, variant: str) -> None:
     """Each tensor of the first layer, and each that is in no layer."""

@@ -59,6 +59,7 @@ def test_preemption_changes_nothing(saved, variant):
         assert tokens == tiny.followers(model, prompt, tokens)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("variant", KINDS)
 def test_a_prompt_goes_on_from_a_snapshot(saved, variant):
     """The next turn begins with a copy of the state as it was at the end of the shared prefix."""

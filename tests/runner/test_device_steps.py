@@ -424,6 +424,7 @@ def test_blocks_that_come_back_from_the_host_are_the_same(checkpoint):
     assert stats.blocks_from_host > 0
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("variant", "config"),
     [

@@ -27,6 +27,7 @@ COUNT = 5
 SHAPE = Path(__file__).resolve().parents[2] / "bench" / "shapes" / "gemma-4-26b-a4b"
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("variant", ["gemma4", "gemma4-shared", "gemma4-experts"])
 async def test_tokens_equal_transformers(tmp_path: Path, variant: str) -> None:
     """Chunks, a hit in the prefix cache and two samples of a prompt beside another, in a pool that is too small."""

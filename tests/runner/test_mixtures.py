@@ -21,6 +21,7 @@ PROMPTS = [[5 + i, *range(3, 23)] for i in range(2)]
 COUNT = 4
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("variant", "make"),
     [

@@ -96,6 +96,7 @@ Kind = Callable[[Site, SimulatedEngine, bool], Awaitable[None]]
 HELD = (msgspec.Struct, Job, BaseException, asyncio.Task, types.FrameType, types.TracebackType)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("kind", [refused, unforeseen, disconnected, aborted, failed])
 async def test_nothing_of_a_failed_request_stays(kind: Kind, stream: bool, caplog: pytest.LogCaptureFixture) -> None:

@@ -21,6 +21,7 @@ SIGNALS = pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 ENGINES = pytest.mark.parametrize("command", [FAKE, REAL] if HAS_ENGINE else [FAKE])
 
 
+@pytest.mark.sampled(3)
 @ENGINES
 @SIGNALS
 async def test_signal_drains(command: list[str], number: signal.Signals) -> None:

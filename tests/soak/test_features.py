@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import pytest
+
 from tests.coroutines import run
 from tests.soak.features import ENGINES, soak
 
 LIMIT_S = 120.0
 
 
+@pytest.mark.exhaustive
 def test_a_round_of_mixed_features() -> None:
     mixes = run(soak(seed=1, rounds=1, seconds=LIMIT_S, size=40), LIMIT_S)
     assert [failure for mix in mixes.values() for failure in mix.failures] == []

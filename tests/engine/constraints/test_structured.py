@@ -160,6 +160,7 @@ def constrained_greedy(prompt: str, schema: dict[str, Any], count: int) -> list[
     return out
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("depth", [1, 2, 3])
 @pytest.mark.parametrize(("chunk", "blocks"), [(1, 64), (5, 64), (64, 9)])
 async def test_tokens_are_those_of_a_plain_loop(depth: int, chunk: int, blocks: int) -> None:
