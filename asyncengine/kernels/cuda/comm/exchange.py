@@ -80,7 +80,7 @@ class Exchange:
         options: dict[str, Any] = {
             "RANK": self.rank, "RANKS": self.ranks, "ONTO": onto is not None, "NORM": norm is not None,
             "CENTER": norm is not None and norm.bias is not None, "WIDTH": width, "TILE": tile,
-            "num_warps": min(16, max(1, tile // 256)), **launch_options(self.pdl),
+            "num_warps": min(16 if few or tile <= 4096 else 8, max(1, tile // 256)), **launch_options(self.pdl),
         }  # fmt: skip
         grid = (min(rows, blocks),)
         if few:

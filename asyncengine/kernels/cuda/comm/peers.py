@@ -15,8 +15,9 @@ FLAGS_OF_RANK = tl.constexpr(MANY.value + GATHER.value + 1)
 """Flags that a GPU has for what a rank sends: of sums of many rows, of parts of logits, and of tokens."""
 FLAG_STRIDE = tl.constexpr(32)
 """Words from one flag to the next, each in a cache line of its own."""
-PATIENCE = tl.constexpr(512)
-"""Looks at a flag between two looks at the host's word, which is far away."""
+PATIENCE = tl.constexpr(1 << 16)
+"""Looks at a flag between two looks at the host's word, some 50 ms. When all programs look at it, an answer takes a
+millisecond, in which their peers wait: with a patience that is shorter than that, GPUs keep each other waiting."""
 
 
 @triton.jit
@@ -44,3 +45,5 @@ def await_flag(flag, value, together, addresses, RANKS: tl.constexpr):
         looks += 1
         if looks % PATIENCE == 0:
             waits = tl.load(released, volatile=True) == 0
+            if not waits:
+                tl.store(together, 0)  # no later wait looks for as long

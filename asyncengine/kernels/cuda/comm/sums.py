@@ -59,6 +59,8 @@ def _receive(packets, inside, call, together, addresses, RANKS: tl.constexpr):
         looks += 1
         if looks % PATIENCE == 0:
             waits = tl.load(released, volatile=True) == 0
+            if not waits:
+                tl.store(together, 0)  # no later wait looks for as long
     return found
 
 
