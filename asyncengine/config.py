@@ -91,6 +91,9 @@ class EngineConfig:
     """Rounding of layers at load. int8 and int4 round weights in groups of 128 columns; inputs stay as they are. fp8,
     on a GPU, gives weights a scale for each output channel, and rounds activations row by row, for families with RMS
     norms before the blocks and SiLU, as Llama, Mistral, Qwen and Phi, in bfloat16."""
+    measure_quantization: bool = False
+    """Run a text through the model before it is loaded, and log by how much rounding changes the results of its
+    layers: some seconds on a GPU, minutes for a large model on the CPU. Needs quantization."""
     device: str = "auto"
     """Device that runs the model. It is cpu, or a GPU by its number, as in cuda:1; cuda is cuda:0. auto takes cuda:0 if
     there is a GPU."""
@@ -243,6 +246,8 @@ class EngineConfig:
         if self.quantization == "fp8" and (self.device == "cpu" or self.dtype == "float32"):
             wrong = "device=cpu" if self.device == "cpu" else "dtype=float32"
             raise ConfigError(f"quantization={self.quantization} needs a GPU and dtype=bfloat16, got {wrong}")
+        if self.measure_quantization and self.quantization == "none":
+            raise ConfigError("measure_quantization needs quantization: nothing is rounded without it")
         if self.dtype == "float16" and self.device == "cpu":
             raise ConfigError("dtype=float16 needs a GPU, got device=cpu: take bfloat16 or float32")
         if self.host_kv_memory_bytes is not None and not self.enable_prefix_caching:

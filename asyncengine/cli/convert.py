@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
+from statistics import mean, median
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -22,10 +23,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     from asyncengine.runner.convert import convert
 
-    changed = 0.0
-    count = 0
-    for module, group, error in convert(args.model, args.out, args.quantization, revision=args.revision):
-        print(f"{module:<60} groups of {group:>5}   relative error {100 * error:.3f}%", flush=True)
-        changed, count = changed + error, count + 1
-    print(f"{count} projections in {args.quantization} in {args.out}; mean relative error {100 * changed / count:.3f}%")
+    print(f"{'projection':<60} {'group':>5} {'of weights':>11} {'of results':>11}   relative errors")
+    weights, results = [], []
+    for module, group, error, result_error in convert(args.model, args.out, args.quantization, revision=args.revision):
+        shown = "no input" if result_error is None else f"{100 * result_error:.3f}%"
+        print(f"{module:<60} {group:>5} {100 * error:>10.3f}% {shown:>11}", flush=True)
+        weights.append(error)
+        results += [] if result_error is None else [(result_error, module)]
+    print(f"{len(weights)} projections in {args.quantization} in {args.out}")
+    print(f"relative errors of weights: mean {100 * mean(weights):.3f}%")
+    if results:
+        middle, (worst, module) = median(error for error, _ in results), max(results)
+        print(f"relative errors of results: median {100 * middle:.3f}%, largest {100 * worst:.3f}%, in {module}")
     return 0

@@ -130,8 +130,13 @@ def load_backend(config: EngineConfig, *, progress: bool, measure: bool = False)
 
     ``measure``: measure the costs of steps, whatever is kept of them and whether the configuration needs them or not.
     """
-    load = _load_on_cuda if choose_device(config) == "cuda" else _load_on_cpu
+    device = choose_device(config)
+    load = _load_on_cuda if device == "cuda" else _load_on_cpu
     try:
+        if config.measure_quantization:
+            from asyncengine.runner.rounding import log_errors
+
+            log_errors(config, device)
         backend = load(config, progress=progress, measure=measure)
     except MemoryError as e:
         sizes = (f"{field}={getattr(config, field):,}" for field in _SIZES if getattr(config, field) is not None)

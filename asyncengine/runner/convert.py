@@ -16,6 +16,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from asyncengine.config import EngineConfig
 from asyncengine.errors import ConfigError, UnsupportedModelError
 from asyncengine.kernels.cpu.reference import ReferenceOps
 from asyncengine.kernels.float8 import pack_float8
@@ -29,6 +30,7 @@ from asyncengine.models.weights.formats.choose import quant_method
 from asyncengine.models.weights.hub import resolve_model
 from asyncengine.models.weights.shard import Part
 from asyncengine.models.weights.source import WeightSource
+from asyncengine.runner.rounding import measure
 
 Bits = Literal["fp8", "int8", "int4"]
 _META = torch.device("meta")
@@ -39,19 +41,20 @@ class _Modules(Dense):
     """Notes the modules that a model asks for: projections, and tables that stay as they are."""
 
     def __init__(self) -> None:
-        self.projections: set[str] = set()
-        self.tables: set[str] = set()
+        self.projections: dict[str, str] = {}
+        """The model's names of modules, by those of the files."""
+        self.tables: dict[str, str] = {}
 
     def weight(
         self, tensors: TensorSource, module: str, shape: tuple[int, int], part: Part, *, transposed: bool
     ) -> PackedWeight:
         if transposed:
             raise UnsupportedModelError(f"{module} is stored as the transpose of a projection, which cannot be packed")
-        self.projections.add(module)
+        self.projections[module] = module
         return super().weight(tensors, module, shape, part, transposed=transposed)
 
     def table(self, tensors: TensorSource, module: str, shape: tuple[int, int], part: Part) -> PackedWeight:
-        self.tables.add(module)
+        self.tables[module] = module
         return super().table(tensors, module, shape, part)
 
 
@@ -69,10 +72,14 @@ class Converted(NamedTuple):
     """Columns that share a scale."""
     error: float
     """Norm of what rounding changed, in norms of the weight."""
+    result_error: float | None
+    """The same of its results for the inputs of a text (see rounding.py); None for an expert that got none."""
 
 
 def convert(model: str, out: Path, bits: Bits, *, revision: str | None = None) -> Iterator[Converted]:
     """Write the model's directory to ``out``, and yield each projection when it is rounded.
+
+    Before, a text runs through the model, to measure what rounding changes.
 
     Raises ConfigError if there is something at ``out``, UnsupportedModelError for a checkpoint that is quantised
     already or whose family has no native code, and ModelError for one that cannot be read.
@@ -89,6 +96,9 @@ def convert(model: str, out: Path, bits: Bits, *, revision: str | None = None) -
         shards[shard].append(name)
     if any(shard.name.startswith("consolidated") for shard in shards):
         raise UnsupportedModelError(f"{path}: a consolidated file is not converted; save it with transformers before")
+    config = EngineConfig(model=str(path), device="cpu")
+    products = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    measured = measure(config, bits, products).errors
     out.mkdir(parents=True, exist_ok=True)
     source = Checkpoint(path, choose_dtype("auto", raw.dtype, _META))
     places: dict[str, str] = {}
@@ -104,7 +114,8 @@ def convert(model: str, out: Path, bits: Bits, *, revision: str | None = None) -
             made, packed = _pack(tensor, bits)
             groups[size := 0 if bits == "fp8" else group_size(packed)].append(module)
             written |= {f"{module}.{key}": value.contiguous() for key, value in made.items()}
-            yield Converted(module, size or tensor.shape[1], _error(packed, tensor))
+            error = measured.get(modules.projections[module])
+            yield Converted(module, size or tensor.shape[1], _error(packed, tensor), error)
         save_file(written, out / shard.name, {"format": "pt"})
         places |= dict.fromkeys(written, shard.name)
     source.close()
@@ -132,7 +143,7 @@ def _modules_of(path: Path, raw: RawConfig) -> _Modules:
     asked, ops = _Modules(), cast(Any, _NoOps())
     family.build(settle_head(family.read_config(raw), tensors), WeightSource(tensors, asked), ops, 1)
     for names in (asked.projections, asked.tables):
-        stored = {tensors.stored_name(f"{module}.weight").removesuffix(".weight") for module in names}
+        stored = {tensors.stored_name(f"{module}.weight").removesuffix(".weight"): module for module in names}
         names.clear()
         names.update(stored)
     tensors.close()

@@ -12,6 +12,8 @@ import transformers
 
 from asyncengine.cli.main import main
 from asyncengine.config import EngineConfig
+from asyncengine.runner.convert import Bits
+from asyncengine.runner.rounding import measure
 from asyncengine.runner.steps.model_runner import CpuModelRunner
 from tests.models import tiny
 
@@ -37,14 +39,19 @@ def generated(path: Path, **settings: Any) -> list[int]:
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("bits", ["int4", "int8", "fp8"])
 def test_transformers_reads_the_directory(
-    bits: str, dense: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    bits: Bits, dense: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """down_proj has groups of another size than the other projections."""
     out = tmp_path / "out"
     assert main(["convert", str(dense), str(out), "--quantization", bits]) == 0
     told = capsys.readouterr().out
     assert "14 projections" in told
-    assert ("groups of    32" in told) == (bits != "fp8")
+    projections = [line.split() for line in told.splitlines() if line.startswith("model.layers")]
+    assert {(name.rpartition(".")[2], group) for name, group, *_ in projections if group == "32"} == (
+        set() if bits == "fp8" else {("down_proj", "32")}
+    )
+    measured = measure(EngineConfig(model=str(dense), device="cpu"), bits, torch.device("cpu")).errors
+    assert {name: error for name, *_, error in projections} == {k: f"{100 * v:.3f}%" for k, v in measured.items()}
     settings = json.loads((out / "config.json").read_text())["quantization_config"]
     assert settings["ignore"] == ["lm_head", "model.embed_tokens"]
     model = transformers.AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32)

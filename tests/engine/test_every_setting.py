@@ -323,6 +323,13 @@ async def intervals(**config: Any) -> Any:
     return made.call_args.kwargs["state_snapshot_tokens"]
 
 
+async def told(**config: Any) -> int:
+    """Count the sentences about rounding that a start logs."""
+    with mock.patch("asyncengine.runner.rounding.logger.info") as log:
+        await story(**config)
+    return log.call_count
+
+
 async def kernels(**config: Any) -> Any:
     """Return the plans of projections of eight rows, and the hints with which their tiles are loaded."""
     ops = CudaOps(torch.device("cpu"), cuda_options(EngineConfig(model="m", **config), H200))
@@ -395,6 +402,7 @@ CHANGES = {
     "model_impl": Change(modules, "auto", "transformers"),
     "trust_remote_code": Change(modules, False, True, {"model": InFolder(_own_code), "tokenizer": "none"}),
     "quantization": Change(story, "none", "fp8", {"device": "auto", "dtype": "bfloat16"}),
+    "measure_quantization": Change(told, False, True, {"quantization": "int8"}),
     "device": Change(device, "cpu", "cuda"),
     "seed": Change(seeds, 0, 1),
     "max_model_len": Change(fits, 2048, 64),

@@ -66,18 +66,25 @@ def calibrate_host(
     scales are those of all, Hk in the order of the ranks.
     """
     ids = fixed_prompt(config.vocab_size, max_model_len)
-    tokens, blocks = len(ids), -(-len(ids) // _BLOCK)
-    sizes = EngineConfig(model="", block_size=_BLOCK)
-    caches = [memory.allocate(sizes, config, blocks, dtype, own) for own in ops]
-    for group in (group for cache in caches for group in cache.groups):
-        group.zero_()
+    batch, caches = one_prompt(ids.tolist(), config, dtype, *ops)
     if isinstance(model, HostRanks):
         model.caches = [cache.layers for cache in caches[1:]]
-    places = list(range(tokens))
-    batch = StepBatch(ids.tolist(), places, places, [0, tokens], [0], [list(range(blocks))], [tokens - 1])
     with torch.inference_mode():
         model.run(batch, caches[0].layers)
         return fixed_scales(torch.cat([_tops(cache) for cache in caches], -1))
+
+
+def one_prompt(
+    ids: list[int], config: ModelConfig, dtype: torch.dtype, *ops: BaseOps[Any]
+) -> tuple[StepBatch, list[memory.KVCache]]:
+    """A step of one prompt whose tokens are all sampled, and a cache of its own for the operations of each rank."""
+    tokens, blocks = len(ids), -(-len(ids) // _BLOCK)
+    sizes = EngineConfig(model="", block_size=_BLOCK, max_num_seqs=1)
+    caches = [memory.allocate(sizes, config, blocks, dtype, own) for own in ops]
+    for tensor in (tensor for cache in caches for tensor in (*cache.groups, *cache.states)):
+        tensor.zero_()
+    places = list(range(tokens))
+    return StepBatch(ids, places, places, [0, tokens], [0], [list(range(blocks))], places), caches
 
 
 def _tops(cache: memory.KVCache) -> Tensor:

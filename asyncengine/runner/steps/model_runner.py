@@ -30,6 +30,7 @@ from asyncengine.models.state_space import with_half_states
 from asyncengine.models.weights.checkpoint import Checkpoint, choose_dtype
 from asyncengine.models.weights.dummy import DummyWeights
 from asyncengine.models.weights.formats.at_load import GroupedAtLoad
+from asyncengine.models.weights.formats.base import WeightFormat
 from asyncengine.models.weights.formats.choose import METHODS, choose_format, quant_method
 from asyncengine.models.weights.gguf import GgufFormat, GgufTensors
 from asyncengine.models.weights.hub import resolve_model
@@ -145,11 +146,18 @@ def family_of(config: EngineConfig, raw: RawConfig) -> tuple[str, Family]:
     )
 
 
-def load_model(config: EngineConfig, ops: Ops[Any, Any, Any], *, progress: bool = False, rank: int = 0) -> LoadedModel:
+def load_model(
+    config: EngineConfig,
+    ops: Ops[Any, Any, Any],
+    *,
+    progress: bool = False,
+    rank: int = 0,
+    dense_form: WeightFormat | None = None,
+) -> LoadedModel:
     """Read, check and build the model, or the part of it that a rank has; blocks for as long as the weights take.
 
     Raises ModelError or a subclass if the directory cannot be used, ConfigError if the configuration does not fit the
-    model. ``progress`` shows a bar on a terminal.
+    model. ``progress`` shows a bar on a terminal. ``dense_form`` reads the weights of a checkpoint of floats.
     """
     dummy = config.load_format == "dummy"
     path = resolve_model(config.model, revision=config.revision, weights=not dummy)
@@ -165,7 +173,7 @@ def load_model(config: EngineConfig, ops: Ops[Any, Any, Any], *, progress: bool 
     # The kernels of --quantization fp8, which are faster, where they can serve the model.
     gpu = getattr(ops, "gpu", None)
     fast = gpu is not None and gpu.has_float8 and family.quantizable and dtype == torch.bfloat16
-    form = choose_format(config.quantization, raw, rounds_inputs=fast)
+    form = dense_form or choose_format(config.quantization, raw, rounds_inputs=fast)
     in_codes = quant_method(raw) in METHODS or config.quantization in ("int8", "int4")
     if in_codes and config.batch_invariant and ops.device.type == "cuda":
         raise ConfigError("batch_invariant on a GPU is not implemented for weights in codes")
