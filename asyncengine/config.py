@@ -91,6 +91,9 @@ class EngineConfig:
     """Rounding of layers at load. int8 and int4 round weights in groups of 128 columns; inputs stay as they are. fp8,
     on a GPU, gives weights a scale for each output channel, and rounds activations row by row, for families with RMS
     norms before the blocks and SiLU, as Llama, Mistral, Qwen and Phi, in bfloat16."""
+    head_quantization: Literal["none", "int8", "fp8"] = "none"
+    """Rounding of the head at load, whatever the layers are: weights take 8 bits in groups of 128 columns, and inputs
+    stay as they are. An embedding that the head is tied to stays as it is, beside a head of its own."""
     measure_quantization: bool = False
     """Run a text through the model before it is loaded, and log by how much rounding changes the results of its
     layers: some seconds on a GPU, minutes for a large model on the CPU. Needs quantization."""

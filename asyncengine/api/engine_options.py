@@ -19,6 +19,7 @@ class EngineOptions(TypedDict, total=False):
     model_impl: Literal["auto", "native", "transformers"]
     trust_remote_code: bool
     quantization: Literal["none", "fp8", "int8", "int4"]
+    head_quantization: Literal["none", "int8", "fp8"]
     measure_quantization: bool
     device: str
     data_parallel_size: int

@@ -17,7 +17,8 @@ if TYPE_CHECKING:
     from asyncengine.runner.describe import FamilyReport, ModelReport
 
 _FLAGS = (
-    "revision", "load_format", "dtype", "model_impl", "trust_remote_code", "quantization", "device",
+    "revision", "load_format", "dtype", "model_impl", "trust_remote_code", "quantization",
+    "head_quantization", "device",
     "tensor_parallel_size", "max_model_len", "max_num_seqs", "max_num_batched_tokens", "prefill_chunk_size",
     "block_size", "kv_cache_dtype", "state_dtype", "kv_cache_memory_bytes", "num_kv_blocks", "gpu_memory_utilization",
 )  # fmt: skip
@@ -104,6 +105,8 @@ def _lines(report: ModelReport) -> Iterable[str]:
         yield f"  ranks            {report.ranks}, each with {_size(report.rank_weight_bytes)} of the weights"
     for form in report.weight_formats:
         yield f"  projections      {form}"
+    if report.head_format:
+        yield f"  head             {report.head_format}"
     yield f"  keys and values  {_size(report.kv_bytes_per_token)} a token"
     if report.state_bytes_per_sequence:
         yield f"  states           {_size(report.state_bytes_per_sequence)} a sequence"

@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from asyncengine.runner.plans import BucketPlan
 
 _FLAGS = (
-    "revision", "dtype", "quantization", "max_model_len", "max_num_seqs", "max_num_batched_tokens", "block_size",
-    "batch_invariant", "kv_cache_dtype", "state_dtype", "tensor_parallel_size",
+    "revision", "dtype", "quantization", "head_quantization", "max_model_len", "max_num_seqs", "max_num_batched_tokens",
+    "block_size", "batch_invariant", "kv_cache_dtype", "state_dtype", "tensor_parallel_size",
 )  # fmt: skip
 """Flags of the engine on which a plan depends."""
 

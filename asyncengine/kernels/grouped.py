@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from asyncengine.kernels.float8 import FLOAT8
+from asyncengine.kernels.float8 import FLOAT8, FLOAT8_MAX
 from asyncengine.kernels.weight import FLOAT8_GROUPS, GROUPED, INT4, INT8, PackedWeight
 
 SMALLEST_GROUP = 16
@@ -21,6 +21,8 @@ FP4_NUMBERS = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -
 
 _CLIPS = (1.0, 0.95, 0.9, 0.85, 0.8)
 """Largest elements that ``round_to_groups`` tries, in shares of a group's largest."""
+_TOPS = {INT4: 7, INT8: 127, FLOAT8_GROUPS: FLOAT8_MAX}
+"""The largest number of a code that ``round_to_groups`` gives to the largest element of a group."""
 _ELEMENTS_AT_ONCE = {"cpu": 1 << 18, "meta": 1 << 18, "cuda": 1 << 25}
 """By device: what a processor's cache holds, and enough to keep a GPU busy."""
 CODES = {INT4: torch.uint8, INT8: torch.int8, FLOAT8_GROUPS: FLOAT8}
@@ -83,7 +85,7 @@ def unpack_nibbles(packed: Tensor) -> Tensor:
 def round_to_groups(
     form: str, weight: Tensor, size: int = 128, scale_dtype: torch.dtype = torch.float32
 ) -> PackedWeight:
-    """Round a weight [N, K] to codes of INT4 or INT8, to nearest, with a scale for each group of columns.
+    """Round a weight [N, K] to nearest codes of INT4, INT8 or FLOAT8_GROUPS, with a scale for each group of columns.
 
     Scales are numbers of ``scale_dtype``, in float32.
 
@@ -95,8 +97,15 @@ def round_to_groups(
     size = size if weight.shape[1] % size == 0 else weight.shape[1]
     rows = _rows_at_once(weight)
     parts = [_round_rows(form, part, size, scale_dtype) for part in torch.split(weight, rows)]
-    codes, scales = (torch.cat(tensors) for tensors in zip(*parts, strict=True))
+    codes, scales = parts[0] if len(parts) == 1 else map(_join, zip(*parts, strict=True))
     return make_grouped(form, codes, scales)
+
+
+def _join(parts: Sequence[Tensor]) -> Tensor:
+    """Torch joins no float8, but its bytes."""
+    if parts[0].dtype != FLOAT8:
+        return torch.cat(tuple(parts))
+    return torch.cat([part.view(torch.uint8) for part in parts]).view(FLOAT8)
 
 
 def _rows_at_once(weight: Tensor) -> int:
@@ -105,7 +114,7 @@ def _rows_at_once(weight: Tensor) -> int:
 
 def _round_rows(form: str, weight: Tensor, size: int, scale_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Codes and scales of some rows, whose numbers stay in the cache."""
-    top = 7 if form == INT4 else 127
+    top = _TOPS[form]
     parts = weight.float().reshape(len(weight), -1, size)
     largest = parts.abs().amax(-1).clamp_(min=1e-30)
     scales, work = largest / top, torch.empty_like(parts)
@@ -117,6 +126,8 @@ def _round_rows(form: str, weight: Tensor, size: int, scale_dtype: torch.dtype) 
         errors = work.square_().sum(-1)
         scales, least = torch.where(errors < least, tried, scales), torch.minimum(errors, least)
     scales = scales.to(scale_dtype).float()
+    if form == FLOAT8_GROUPS:
+        return torch.div(parts, scales[..., None], out=work).clamp_(-top, top).flatten(1).to(FLOAT8), scales
     codes = torch.div(parts, scales[..., None], out=work).round_().clamp_(-top - 1, top).flatten(1)
     return (pack_nibbles(codes.add_(8).to(torch.uint8)) if form == INT4 else codes.to(torch.int8)), scales
 

@@ -334,14 +334,14 @@ def load_ends(config: ModelConfig, weights: WeightSource, ops: ModelOps, *, copy
     """The embedding and the head, as ``Decoder`` takes them. ``copy``: see ``make_embedding``.
 
     Ranks share the rows of a head whose number they divide. A tied head is then a part of the table, which every rank
-    looks its tokens up in.
+    looks its tokens up in. A tied head that is packed is a copy of it.
     """
     table = weights.table(config.embedding, config.vocab_size, config.hidden_size)
     splits, tied = not config.labels and weights.divides(config.vocab_size), config.tie_word_embeddings
-    embedding = ops.make_embedding(table, tied=tied and not splits, copy=copy)
-    head = embedding
+    both = tied and not splits and not weights.packs_head
+    head = embedding = ops.make_embedding(table, tied=both, copy=copy)
     if not tied:
-        head = ops.make_head(weights.table(*config.head_shape, cut="rows" if splits else "whole"))
-    elif splits:
-        head = ops.make_head(weights.own_rows(table))
+        head = ops.make_head(weights.head(*config.head_shape, cut="rows" if splits else "whole"))
+    elif not both:
+        head = ops.make_head(weights.tied_head(weights.own_rows(table) if splits else table))
     return {"embedding": embedding, "head": head, "splits_head": splits}

@@ -82,6 +82,8 @@ class ModelReport:
     """Bytes of one rank's weights: embedding and head are whole on each."""
     weight_formats: tuple[str, ...] = ()
     """Formats of the projections, and the kernels that multiply them; the one of the most parameters first."""
+    head_format: str | None = None
+    """Format of a head that is packed at load, and the kernel that multiplies it; None: it has the dtype."""
     bits_per_weight: float | None = None
     """Bits that a parameter takes on average, embeddings and scales included."""
     has_weights: bool | None = None
@@ -148,6 +150,7 @@ def describe_model(config: EngineConfig, device: str, memory_bytes: int | None =
     raw = RawConfig.load(path)
     has_weights = is_gguf(path) or any(path.suffix in _WEIGHT_FILES for path in path.iterdir())
     formats: tuple[str, ...] = ()
+    head_format = None
     try:
         architecture, family = family_of(config, raw)
         model = shape_of(config, family, raw)
@@ -166,6 +169,7 @@ def describe_model(config: EngineConfig, device: str, memory_bytes: int | None =
             formats = tuple(
                 _words_for(kind, name, device, mixture=model.mixture is not None) for kind in loaded.weight_kinds
             )
+            head_format = loaded.head_kind and _words_for(loaded.head_kind, name, device, mixture=False)
     except ModelError as e:
         return ModelReport(config.model, "refused", str(e))
     ranks = config.tensor_parallel_size
@@ -189,6 +193,7 @@ def describe_model(config: EngineConfig, device: str, memory_bytes: int | None =
         weight_bytes=ranks * weight_bytes,
         rank_weight_bytes=weight_bytes,
         weight_formats=formats,
+        head_format=head_format,
         bits_per_weight=round(8 * ranks * weight_bytes / num_parameters, 2) if num_parameters else None,
         has_weights=has_weights,
         kv_bytes_per_token=of_block // config.block_size,

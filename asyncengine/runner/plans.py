@@ -231,7 +231,8 @@ class _PlanOps(CudaOps):
         scale: float = 1.0,
     ) -> Tensor:
         rows = len(batch.step.sample_index)
-        if not batch.needs and rows > 1 and self.gpu.tma:
+        greedy = handle.site(rows, residual.x.dtype, norm, "argmax")
+        if not batch.needs and rows > 1 and self.gpu.tma and handle.format.takes_tma(greedy):
             self._note("greedy head", handle, residual.x, rows, norm, "argmax")
         else:
             self._note("head", handle, residual.x, rows, norm, None)

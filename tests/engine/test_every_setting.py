@@ -323,6 +323,12 @@ async def intervals(**config: Any) -> Any:
     return made.call_args.kwargs["state_snapshot_tokens"]
 
 
+async def head(**config: Any) -> Any:
+    """Return the bytes of the weights of the bundled model, and the format of its head."""
+    report = describe_model(EngineConfig(model=MODEL, **config), "cpu")
+    return report.weight_bytes, report.head_format
+
+
 async def told(**config: Any) -> int:
     """Count the sentences about rounding that a start logs."""
     with mock.patch("asyncengine.runner.rounding.logger.info") as log:
@@ -402,6 +408,7 @@ CHANGES = {
     "model_impl": Change(modules, "auto", "transformers"),
     "trust_remote_code": Change(modules, False, True, {"model": InFolder(_own_code), "tokenizer": "none"}),
     "quantization": Change(story, "none", "fp8", {"device": "auto", "dtype": "bfloat16"}),
+    "head_quantization": Change(head, "none", "int8"),
     "measure_quantization": Change(told, False, True, {"quantization": "int8"}),
     "device": Change(device, "cpu", "cuda"),
     "seed": Change(seeds, 0, 1),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache, partial
 from typing import Any
 
@@ -17,6 +18,11 @@ from asyncengine.kernels.cuda.linear.formats.grouped import Grouped
 from asyncengine.kernels.cuda.linear.formats.registry import FORMATS
 from asyncengine.kernels.cuda.linear.grouped import MAX_ROWS, GroupedMatrix, multiply, unpack
 from asyncengine.kernels.cuda.linear.plan import Plan, Site
+from asyncengine.kernels.cuda.linear.residual import Residual
+from asyncengine.kernels.cuda.ops import CudaBatch, CudaOps, CudaOptions
+from asyncengine.kernels.cuda.step.tensors import allocate_step
+from asyncengine.kernels.cuda.trials import examine
+from asyncengine.kernels.grouped import unpack as unpack_packed
 from asyncengine.kernels.ops import Activation, Norm
 from asyncengine.kernels.weight import FLOAT8_GROUPS, INT4, INT8
 from tests.kernels.grouped import random_grouped
@@ -95,6 +101,26 @@ def test_every_plan_for_few_rows(kind: str) -> None:
             out = torch.empty(rows, 600, device="cuda", dtype=torch.bfloat16)
             direct_linear(x, weight, plan, out=out)
             assert ((out.double() - exact).abs() <= sizes * 2.0**-9 + exact.abs() * 2.0**-8).all(), plan
+
+
+@pytest.mark.parametrize("form", [INT8, FLOAT8_GROUPS])
+def test_logits_of_a_packed_head(form: str) -> None:
+    """A vocabulary's, sampled and greedy, by the plans that an engine would take."""
+    ops = CudaOps(torch.device("cuda"), CudaOptions(gpu=examine(torch.device("cuda"))))
+    weight = random_grouped(form, 32064, 4096, 128)
+    weight = replace(weight, tensors={name: tensor.cuda() for name, tensor in weight.tensors.items()})
+    head, norm = ops.make_head(weight), Norm(torch.ones(4096, device="cuda", dtype=torch.bfloat16), None, 1e-6)
+    matrix = unpack_packed(weight).double()
+    for rows in (1, 8, 64, 256):
+        x = torch.randn(rows, 4096, device="cuda", dtype=torch.bfloat16)
+        normed = F.rms_norm(x.float(), (4096,), eps=1e-6).bfloat16().double()
+        exact, sizes = F.linear(normed, matrix), F.linear(normed.abs(), matrix.abs())
+        step = allocate_step(rows, 1, rows, rows, ops.device)
+        step.sample_index.copy_(torch.arange(rows))
+        for needs in (0, -1):
+            made = ops.logits(Residual(x), norm, head, CudaBatch(step, needs=needs))
+            assert isinstance(made, torch.Tensor), (rows, needs)
+            assert ((made.double() - exact).abs() <= sizes * 2.0**-7).all(), (rows, needs)
 
 
 def test_a_norm_between_two_products() -> None:

@@ -14,8 +14,9 @@ from asyncengine.kernels.cpu.linear.handle import CpuLinearHandle
 from asyncengine.kernels.cpu.ops import CpuOps
 from asyncengine.kernels.cuda.linear.formats.base import as_tensor
 from asyncengine.kernels.cuda.linear.grouped import GroupedMatrix
-from asyncengine.kernels.cuda.ops import CudaOps
+from asyncengine.kernels.cuda.ops import CudaBatch, CudaOps
 from asyncengine.kernels.cuda.rows.norms import norm_rows
+from asyncengine.kernels.cuda.step.tensors import allocate_step
 from asyncengine.kernels.grouped import group_size, make_grouped, pack_nibbles, round_to_groups, unpack, unpack_nibbles
 from asyncengine.kernels.ops import Norm
 from asyncengine.kernels.weight import FLOAT8_GROUPS, INT4, INT8, PackedWeight
@@ -180,6 +181,22 @@ def test_products_of_the_gpu(settings: dict[str, Any], columns: int, dtype: torc
             assert_within(ops.plain(residual, NO_STEP), exact + 1, 2 * bound)
 
 
+@pytest.mark.parametrize("form", [INT8, FLOAT8_GROUPS])
+@pytest.mark.parametrize("needs", [0, -1])
+def test_logits_of_a_packed_head(form: str, needs: int, device: torch.device) -> None:
+    """The tokens that are sampled have them, in float32; a greedy batch gets them as well."""
+    ops, weight = CudaOps(device), random_grouped(form, 200, 256, 128)
+    on_device = replace(weight, tensors={name: tensor.to(device) for name, tensor in weight.tensors.items()})
+    x = torch.randn(5, 256).bfloat16().to(device)
+    norm = Norm(torch.rand(256).bfloat16().to(device), None, 1e-6)
+    step = replace(allocate_step(3, 1, 3, 5, device), sample_index=torch.tensor([0, 2, 4], device=device))
+    made = ops.logits(ops.residual(x, NO_STEP), norm, ops.make_head(on_device), CudaBatch(step, needs=needs))
+    assert isinstance(made, torch.Tensor)
+    assert made.dtype == torch.float32
+    exact, sizes = exact_products([weight], norm_rows(x, norm, pdl=False)[[0, 2, 4]], torch.zeros(200), False)
+    assert_within(made, exact, sizes * 2.0**-7)
+
+
 def test_experts_of_the_gpu_are_unpacked(device: torch.device) -> None:
     up = [[replace(random_grouped(INT4, 32, 64, 32, seed), inputs=torch.float32)] * 2 for seed in range(3)]
     down = [replace(random_grouped(INT8, 64, 32, 32, seed), inputs=torch.float32) for seed in range(3)]
@@ -187,13 +204,15 @@ def test_experts_of_the_gpu_are_unpacked(device: torch.device) -> None:
     assert torch.equal(as_tensor(experts.up[0].weight), torch.cat([unpack(w) for of_one in up for w in of_one]))
 
 
-@pytest.mark.parametrize(("form", "most"), [(INT4, 0.12), (INT8, 0.007)])
+@pytest.mark.parametrize(("form", "most"), [(INT4, 0.12), (INT8, 0.007), (FLOAT8_GROUPS, 0.03)])
 def test_rounding_to_groups(form: str, most: float) -> None:
     """The error is a share of the weights, and clipping never makes it larger than rounding alone."""
     weight = torch.randn(24, 192, generator=torch.Generator().manual_seed(2))
     packed = round_to_groups(form, weight)
     assert group_size(packed) == 64
     assert ((unpack(packed) - weight).norm() / weight.norm()).item() < most
+    if form == FLOAT8_GROUPS:
+        return
     parts, top = weight.view(24, 3, 64), 7 if form == INT4 else 127
     scales = parts.abs().amax(-1, keepdim=True) / top
     plain = ((parts / scales).round() * scales).view(24, 192)

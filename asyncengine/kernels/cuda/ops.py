@@ -297,8 +297,9 @@ class CudaOps:
         """Return logits for ``sample``. A greedy batch gets ranks, if there is a plan for them, and neither scale nor
         cap, which keep the order."""
         index, dtype, pdl = batch.step.sample_index, residual.x.dtype, self.options.pdl
-        if not batch.needs and self.gpu.tma and len(index) > 1:
-            plan = self.choices.plan(handle.site(len(index), dtype, norm, "argmax"))
+        greedy = handle.site(len(index), dtype, norm, "argmax")
+        if not batch.needs and self.gpu.tma and len(index) > 1 and handle.format.takes_tma(greedy):
+            plan = self.choices.plan(greedy)
             if plan.kind == "tma":
                 return Ranks(self._projections.ranks(self.hidden(residual, norm, batch), handle, plan))
         plan = self.choices.plan(handle.site(len(index), dtype, norm))

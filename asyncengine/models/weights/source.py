@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from asyncengine.errors import UnsupportedModelError
-from asyncengine.kernels.grouped import are_alike, group_size
+from asyncengine.kernels.grouped import are_alike, group_size, round_to_groups
 from asyncengine.kernels.weight import DENSE, GROUPED, PackedWeight, dense, tensors_of
 from asyncengine.models.weights.formats.base import Dense, TensorSource, WeightFormat
 from asyncengine.models.weights.formats.packed import to_dense
@@ -35,8 +36,19 @@ class WeightSource:
     WeightMismatchError, and one that cannot be cut for the ranks UnsupportedModelError.
     """
 
-    def __init__(self, tensors: TensorSource, form: WeightFormat | None = None, shard: Shard | None = None) -> None:
+    def __init__(
+        self,
+        tensors: TensorSource,
+        form: WeightFormat | None = None,
+        shard: Shard | None = None,
+        *,
+        head_form: str | None = None,
+    ) -> None:
+        """``head_form``: INT8 or FLOAT8_GROUPS, in which ``packed_head`` packs a head; None: heads stay dense."""
         self._tensors = tensors
+        self._head_form = head_form
+        self.head_kind: WeightsOfKind | None = None
+        """The format of a head that was packed."""
         self._format = form or Dense()
         self._shard = shard or Shard()
         self._kinds: Counter[tuple[str, int]] = Counter()
@@ -120,6 +132,34 @@ class WeightSource:
     def table(self, module: str, rows: int, width: int, *, cut: Cut = "whole") -> PackedWeight:
         """The matrix of an embedding or of a head."""
         return self._format.table(self._tensors, module, (rows, width), self._shard.part(cut))
+
+    @property
+    def packs_head(self) -> bool:
+        """Return whether a head is to be packed."""
+        return self._head_form is not None
+
+    def head(self, module: str, rows: int, width: int, *, cut: Cut = "whole") -> PackedWeight:
+        """The matrix of a head that is no embedding, packed if heads are to be."""
+        before = self._tensors.owned_bytes
+        whole = self.table(module, rows, width, cut=cut)
+        if self._head_form is None:
+            return whole
+        packed = self.packed_head(whole)
+        self._tensors.release(whole.tensors["weight"], before)
+        return self._tensors.keep(packed)
+
+    def tied_head(self, table: PackedWeight) -> PackedWeight:
+        """The matrix of a head that is an embedding, or a part of one: the same one, or packed a copy."""
+        return self._tensors.keep(self.packed_head(table)) if self.packs_head else table
+
+    def packed_head(self, table: PackedWeight) -> PackedWeight:
+        """A dense matrix in the form of heads. Raises UnsupportedModelError for one in blocks of GGUF."""
+        assert self._head_form is not None
+        if table.format != DENSE:
+            raise UnsupportedModelError(f"head_quantization: the head lies in {table.format}, and is packed already")
+        made = round_to_groups(self._head_form, table.tensors["weight"])
+        self.head_kind = WeightsOfKind(made.format, group_size(made), made.out_features * made.in_features)
+        return replace(made, inputs=self._tensors.dtype)
 
     def divides(self, rows: int) -> bool:
         """Return whether several ranks can share the rows of a head, in parts of a multiple of 8."""

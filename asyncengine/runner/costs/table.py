@@ -154,6 +154,7 @@ class CostFile:
             "model": repr(model),
             "dtype": dtype,
             "quantization": config.quantization,
+            "head_quantization": config.head_quantization,
             "device": device,
             "rows": str(config.max_num_seqs),
             "tokens": str(config.max_num_batched_tokens),

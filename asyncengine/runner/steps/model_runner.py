@@ -29,7 +29,7 @@ from asyncengine.models.registry import CausalLM, Family, choose_family, settle_
 from asyncengine.models.state_space import with_half_states
 from asyncengine.models.weights.checkpoint import Checkpoint, choose_dtype
 from asyncengine.models.weights.dummy import DummyWeights
-from asyncengine.models.weights.formats.at_load import GroupedAtLoad
+from asyncengine.models.weights.formats.at_load import HEAD_FORMS, GroupedAtLoad
 from asyncengine.models.weights.formats.base import WeightFormat
 from asyncengine.models.weights.formats.choose import METHODS, choose_format, quant_method
 from asyncengine.models.weights.gguf import GgufFormat, GgufTensors
@@ -72,6 +72,8 @@ class LoadedModel:
     """place in the code of modules at which a step waits for the device; empty: steps can be captured"""
     weight_kinds: tuple[WeightsOfKind, ...] = ()
     """formats of the projections"""
+    head_kind: WeightsOfKind | None = None
+    """format of a head that was packed"""
     ranks: int = 1
     """Ranks that hold the model together. ``config`` has the heads and caches of one, and bytes are those of one."""
 
@@ -174,7 +176,8 @@ def load_model(
     gpu = getattr(ops, "gpu", None)
     fast = gpu is not None and gpu.has_float8 and family.quantizable and dtype == torch.bfloat16
     form = dense_form or choose_format(config.quantization, raw, rounds_inputs=fast)
-    in_codes = quant_method(raw) in METHODS or config.quantization in ("int8", "int4")
+    rounds = config.quantization in ("int8", "int4") or config.head_quantization != "none"
+    in_codes = quant_method(raw) in METHODS or rounds
     if in_codes and config.batch_invariant and ops.device.type == "cuda":
         raise ConfigError("batch_invariant on a GPU is not implemented for weights in codes")
     tensors: DummyWeights | Checkpoint | GgufTensors
@@ -192,7 +195,9 @@ def load_model(
         tensors = Checkpoint(path, dtype, device=ops.device, progress=progress)
     with contextlib.closing(tensors):
         model_config = settle_rotation(settle_head(model_config, tensors), tensors)
-        weights = WeightSource(tensors, form, shard)
+        if config.head_quantization != "none" and (model_config.labels or not model_config.has_head):
+            raise ConfigError(f"head_quantization={config.head_quantization}: the model has no head that makes tokens")
+        weights = WeightSource(tensors, form, shard, head_form=HEAD_FORMS[config.head_quantization])
         model = family.build(model_config, weights, ops, max_model_len)
         if isinstance(form, GroupedAtLoad):
             form.log_errors()
@@ -217,6 +222,7 @@ def load_model(
         ops.device.index,
         getattr(model, "waits_at", ""),
         weights.kinds(),
+        weights.head_kind,
         shard.ranks,
     )
 
@@ -226,6 +232,8 @@ def dtype_of(
 ) -> torch.dtype:
     """The dtype that the model computes in. Raises ConfigError if the family cannot have the quantisation."""
     dtype = choose_dtype(config.dtype, raw.dtype, device)
+    if config.head_quantization != "none" and not family.model_types:
+        raise ConfigError(f"head_quantization={config.head_quantization} is not implemented for {architecture}")
     if config.quantization in ("int8", "int4") and not family.model_types:
         raise ConfigError(f"quantization={config.quantization} is not implemented for {architecture}")
     if config.quantization != "fp8":

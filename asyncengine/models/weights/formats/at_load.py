@@ -10,7 +10,7 @@ import torch
 
 from asyncengine.kernels.float8 import Quantization, pack_float8
 from asyncengine.kernels.grouped import round_to_groups, squared_error
-from asyncengine.kernels.weight import FLOAT8, INT4, INT8, PackedWeight
+from asyncengine.kernels.weight import FLOAT8, FLOAT8_GROUPS, INT4, INT8, PackedWeight
 from asyncengine.models.weights.formats.base import Dense, TensorSource
 from asyncengine.models.weights.shard import Part
 
@@ -63,6 +63,10 @@ class GroupedAtLoad(Dense):
     def log_errors(self) -> None:
         for layer, error in self.errors().items():
             logger.info("%s in %s: the weights' relative error is %.2f%%", layer, self.packed, 100 * error)
+
+
+HEAD_FORMS: dict[str, str | None] = {"none": None, "int8": INT8, "fp8": FLOAT8_GROUPS}
+"""Formats of heads by the values of head_quantization."""
 
 
 def at_load(quantization: Quantization) -> Dense:
