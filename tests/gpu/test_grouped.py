@@ -123,6 +123,19 @@ def test_logits_of_a_packed_head(form: str) -> None:
             assert ((made.double() - exact).abs() <= sizes * 2.0**-7).all(), (rows, needs)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_results_of_invariant_products_do_not_depend_on_the_rows(kind: str) -> None:
+    ops = CudaOps(torch.device("cuda"), CudaOptions(gpu=examine(torch.device("cuda")), batch_invariant=True))
+    weight = random_grouped(rows=1536, columns=4096, **KINDS[kind])
+    weight = replace(weight, tensors={name: tensor.cuda() for name, tensor in weight.tensors.items()})
+    handle = ops.make_linear([weight], [None])
+    x = torch.randn(600, 4096, device="cuda", dtype=torch.bfloat16)
+    batch = CudaBatch(allocate_step(1, 1, 1, 1, ops.device))
+    many = ops.linear(x, handle, batch).clone()
+    for first, last in ((0, 1), (599, 600), (10, 17), (100, 356)):
+        assert torch.equal(ops.linear(x[first:last], handle, batch), many[first:last]), (kind, first, last)
+
+
 def test_a_norm_between_two_products() -> None:
     """One product adds to the residual and prepares the norm, the next one ends it."""
     first, second = grouped("int4", 1024, 4096), grouped("int4 with offsets", 2048, 1024)

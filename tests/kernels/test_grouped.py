@@ -14,7 +14,7 @@ from asyncengine.kernels.cpu.linear.handle import CpuLinearHandle
 from asyncengine.kernels.cpu.ops import CpuOps
 from asyncengine.kernels.cuda.linear.formats.base import as_tensor
 from asyncengine.kernels.cuda.linear.grouped import GroupedMatrix
-from asyncengine.kernels.cuda.ops import CudaBatch, CudaOps
+from asyncengine.kernels.cuda.ops import CudaBatch, CudaOps, CudaOptions
 from asyncengine.kernels.cuda.rows.norms import norm_rows
 from asyncengine.kernels.cuda.step.tensors import allocate_step
 from asyncengine.kernels.grouped import group_size, make_grouped, pack_nibbles, round_to_groups, unpack, unpack_nibbles
@@ -179,6 +179,29 @@ def test_products_of_the_gpu(settings: dict[str, Any], columns: int, dtype: torc
             residual = ops.residual(torch.ones(20, 80, dtype=dtype, device=device), NO_STEP)
             ops.linear_add_(x, handle, residual, NO_STEP)
             assert_within(ops.plain(residual, NO_STEP), exact + 1, 2 * bound)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("settings", "columns"), ON_THE_GPU, ids=[*KINDS, *(f"{name}, coded" for name in CODED)])
+def test_results_of_invariant_products_do_not_depend_on_the_rows(
+    settings: dict[str, Any], columns: int, dtype: torch.dtype, device: torch.device
+) -> None:
+    """Alone, in a tile, and among more rows than are multiplied without a library otherwise."""
+    ops = CudaOps(device, CudaOptions(batch_invariant=True))
+    weight = random_grouped(rows=40, columns=columns, seed=7, **settings)
+    weight = replace(weight, tensors={name: t.to(device) for name, t in weight.tensors.items()})
+    handle = ops.make_linear([weight], [None])
+    x = torch.randn(257, columns, generator=torch.Generator().manual_seed(1)).to(dtype).to(device)
+    many = ops.linear(x, handle, NO_STEP).clone()
+    exact, sizes = exact_products([weight], x, torch.zeros(40, device=device), not handle.weight.scales_sums)
+    assert_within(many, exact, sizes * (2e-6 if dtype == torch.float32 else 2.0**-7))
+    for rows in ((0,), (256,), range(100, 120)):
+        assert torch.equal(ops.linear(x[list(rows)], handle, NO_STEP), many[list(rows)])
+        residual = ops.residual(torch.ones(len(rows), 40, dtype=dtype, device=device), NO_STEP)
+        ops.linear_add_(x[list(rows)], handle, residual, NO_STEP)
+        among = ops.residual(torch.ones(257, 40, dtype=dtype, device=device), NO_STEP)
+        ops.linear_add_(x, handle, among, NO_STEP)
+        assert torch.equal(ops.plain(residual, NO_STEP), ops.plain(among, NO_STEP)[list(rows)])
 
 
 @pytest.mark.parametrize("form", [INT8, FLOAT8_GROUPS])

@@ -31,7 +31,7 @@ from asyncengine.models.weights.checkpoint import Checkpoint, choose_dtype
 from asyncengine.models.weights.dummy import DummyWeights
 from asyncengine.models.weights.formats.at_load import HEAD_FORMS, GroupedAtLoad
 from asyncengine.models.weights.formats.base import WeightFormat
-from asyncengine.models.weights.formats.choose import METHODS, choose_format, quant_method
+from asyncengine.models.weights.formats.choose import choose_format
 from asyncengine.models.weights.gguf import GgufFormat, GgufTensors
 from asyncengine.models.weights.hub import resolve_model
 from asyncengine.models.weights.shard import Shard
@@ -176,10 +176,6 @@ def load_model(
     gpu = getattr(ops, "gpu", None)
     fast = gpu is not None and gpu.has_float8 and family.quantizable and dtype == torch.bfloat16
     form = dense_form or choose_format(config.quantization, raw, rounds_inputs=fast)
-    rounds = config.quantization in ("int8", "int4") or config.head_quantization != "none"
-    in_codes = quant_method(raw) in METHODS or rounds
-    if in_codes and config.batch_invariant and ops.device.type == "cuda":
-        raise ConfigError("batch_invariant on a GPU is not implemented for weights in codes")
     tensors: DummyWeights | Checkpoint | GgufTensors
     if dummy:
         tensors = DummyWeights(dtype, model_config.initializer_range, config.seed, device=ops.device)

@@ -125,7 +125,7 @@ class Choices:
     def choice(self, site: Site) -> Choice:
         """Return the choice for a site whose rows are not rounded."""
         if self._batch_invariant:
-            return Choice(INVARIANT, "setting")
+            return Choice(format_of_kind(site.weight).invariant, "setting")
         if (made := self._made.get(site)) is None:
             made = self._made[site] = choose(site, self.gpu, self.table)
             rounded = site._replace(rows=round_rows(site.rows))

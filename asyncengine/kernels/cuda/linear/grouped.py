@@ -219,21 +219,27 @@ def _unpack_kernel(
     tl.store(to, w.to(out.dtype.element_ty), mask=(n < columns)[:, None] & (k < K)[None, :])
 
 
-def multiply(x: Tensor, weight: GroupedMatrix, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """x [M, K] times the weight [N, K], transposed, plus the bias: [M, N] in ``dtype``."""
+def multiply(
+    x: Tensor, weight: GroupedMatrix, bias: Tensor | None, dtype: torch.dtype, *, tile_rows: int = 0
+) -> Tensor:
+    """x [M, K] times the weight [N, K], transposed, plus the bias: [M, N] in ``dtype``.
+
+    With ``tile_rows`` programs have tiles of so many rows of x, whatever their number: then a row of the result does
+    not depend on the others.
+    """
     if weight.order is not None:
         x = x.index_select(1, weight.order)
     (columns, inner), rows = weight.shape, len(x)
-    if rows > MAX_ROWS:
+    if rows > MAX_ROWS and not tile_rows:
         matrix = unpack(weight, x.dtype)
         return F.linear(x, matrix, bias).to(dtype)
     if x.stride(1) != 1:
         x = x.contiguous()
     out = torch.empty(rows, columns, dtype=dtype, device=x.device)
-    if rows == 1:
+    if rows == 1 and not tile_rows:
         block_rows, block_columns, warps = 1, 16 if columns <= 1 << 15 else 32, 4
     else:
-        block_rows = max(16, min(64, triton.next_power_of_2(rows)))
+        block_rows = tile_rows or max(16, min(64, triton.next_power_of_2(rows)))
         block_columns, warps = 32 if columns <= 1 << 13 else 64, 4
     _product_kernel[(triton.cdiv(columns, block_columns), triton.cdiv(rows, block_rows))](
         x, weight.codes, weight.scales, weight.offsets, weight.table, bias, out, rows, columns, x.stride(0),

@@ -63,7 +63,7 @@ class Plan:
     """A kernel of this folder and its tiles, or cuBLAS between kernels for the rest.
 
     For float8 weights cuBLAS stands for torch's scaled product. For weights in codes it stands for ``multiply`` of
-    grouped.py.
+    grouped.py, with tiles of ``rows`` if these are given.
     """
 
     kind: PlanKind

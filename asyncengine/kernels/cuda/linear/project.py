@@ -61,7 +61,7 @@ class Projections:
         form = handle.format
         dtype = dtype or form.result_dtype(x)
         if plan.kind == "cublas":
-            y = form.product(x, handle.weight, handle.bias, dtype)
+            y = form.product(x, handle.weight, handle.bias, dtype, plan.rows)
             if activation is not None:
                 return form.activate(y, activation, pdl=self._pdl)
         else:
@@ -86,7 +86,7 @@ class Projections:
         elif plan.kind != "cublas":
             self._launch(Operand(x), handle, plan, out=to, add=True)
         else:
-            form.add_product(to, x, weight, bias)
+            form.add_product(to, x, weight, bias, plan.rows)
 
     def ranks(self, x: Tensor, handle: CudaLinear, plan: Plan) -> Tensor:
         """int64 [M, tiles]: of the logits of x the greatest rank in each tile of the vocabulary."""

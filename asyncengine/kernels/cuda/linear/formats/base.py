@@ -73,10 +73,16 @@ class Format(Protocol):
     def activate(self, y: Tensor, activation: Activation, *, pdl: bool) -> Matrix:
         """Activate the result of a library's product, for the next product to read."""
 
-    def product(self, x: Matrix, weight: Matrix, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
-        """x [M, K] times weight [N, K], transposed, plus the bias: [M, N], by a library."""
+    invariant: Plan
+    """A plan that adds up in the same order whatever the rows; fits any shape."""
 
-    def add_product(self, to: Tensor, x: Matrix, weight: Matrix, bias: Tensor | None) -> None:
+    def product(self, x: Matrix, weight: Matrix, bias: Tensor | None, dtype: torch.dtype, tile_rows: int = 0) -> Tensor:
+        """x [M, K] times weight [N, K], transposed, plus the bias: [M, N], by a library.
+
+        ``tile_rows`` are those of a plan, 0 except for weights in codes (see ``multiply`` of grouped.py).
+        """
+
+    def add_product(self, to: Tensor, x: Matrix, weight: Matrix, bias: Tensor | None, tile_rows: int = 0) -> None:
         """Add ``product`` to a residual [M, N]."""
 
     def takes_tma(self, site: Site) -> bool:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from asyncengine.kernels.cuda.gpu import Gpu
 from asyncengine.kernels.cuda.linear.formats.base import Matrix, Packed, PlainInputs, as_tensor, join_biases
-from asyncengine.kernels.cuda.linear.plan import Plan, Site, WeightKind
+from asyncengine.kernels.cuda.linear.plan import INVARIANT, Plan, Site, WeightKind
 from asyncengine.kernels.ops import Norm
 from asyncengine.kernels.weight import DENSE, PackedWeight, tensors_of
 
@@ -19,6 +19,7 @@ class Dense(PlainInputs):
     """Implements ``Format`` for matrices in the model's dtype."""
 
     bits: Mapping[WeightKind, int] = {"bf16": 16, "fp16": 16, "fp32": 32}
+    invariant = INVARIANT
     needs = "any GPU"
     prepares_norms = True
 
@@ -62,7 +63,7 @@ class Dense(PlainInputs):
             case _:
                 return False
 
-    def product(self, x: Matrix, weight: Matrix, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+    def product(self, x: Matrix, weight: Matrix, bias: Tensor | None, dtype: torch.dtype, tile_rows: int = 0) -> Tensor:
         """The product by cuBLAS."""
         x, weight = as_tensor(x), as_tensor(weight)
         if dtype == x.dtype:
@@ -72,7 +73,7 @@ class Dense(PlainInputs):
         y = torch.mm(x, weight.T, out_dtype=dtype)
         return y if bias is None else y + bias
 
-    def add_product(self, to: Tensor, x: Matrix, weight: Matrix, bias: Tensor | None) -> None:
+    def add_product(self, to: Tensor, x: Matrix, weight: Matrix, bias: Tensor | None, tile_rows: int = 0) -> None:
         if bias is None:
             torch.addmm(to, as_tensor(x), as_tensor(weight).T, out=to)
         else:

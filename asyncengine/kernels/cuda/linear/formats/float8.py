@@ -9,7 +9,7 @@ from torch import Tensor
 
 from asyncengine.kernels.cuda.gpu import Gpu
 from asyncengine.kernels.cuda.linear.formats.base import Matrix, Packed, as_tensor, join_biases
-from asyncengine.kernels.cuda.linear.plan import Plan, Site, WeightKind
+from asyncengine.kernels.cuda.linear.plan import INVARIANT, Plan, Site, WeightKind
 from asyncengine.kernels.cuda.rows.quantise import quantize_rows
 from asyncengine.kernels.float8 import Quantized, join, quantize, scaled_product, scaled_product_takes, unpack_float8
 from asyncengine.kernels.ops import Activation, Norm
@@ -20,6 +20,7 @@ class Float8:
     """Implements ``Format`` for matrices in float8."""
 
     bits: Mapping[WeightKind, int] = {"fp8": 8}
+    invariant = INVARIANT
     needs = "a GPU of compute capability 8.9 or newer"
     prepares_norms = False
     own_rows = True
@@ -70,13 +71,13 @@ class Float8:
     def activate(self, y: Tensor, activation: Activation, *, pdl: bool) -> Matrix:
         return quantize_rows(y, activation=activation, pdl=pdl)
 
-    def product(self, x: Matrix, weight: Matrix, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+    def product(self, x: Matrix, weight: Matrix, bias: Tensor | None, dtype: torch.dtype, tile_rows: int = 0) -> Tensor:
         """Torch's scaled product, in bfloat16."""
         assert isinstance(x, Quantized)
         assert isinstance(weight, Quantized)
         return scaled_product(x, weight, bias)
 
-    def add_product(self, to: Tensor, x: Matrix, weight: Matrix, bias: Tensor | None) -> None:
+    def add_product(self, to: Tensor, x: Matrix, weight: Matrix, bias: Tensor | None, tile_rows: int = 0) -> None:
         to += self.product(x, weight, bias, to.dtype)
 
     def takes_tma(self, site: Site) -> bool:

@@ -15,6 +15,9 @@ from asyncengine.kernels.grouped import CODES, are_alike
 from asyncengine.kernels.ops import Norm
 from asyncengine.kernels.weight import INT4, PackedWeight
 
+_CODED_INVARIANT = Plan("coded", 64, TILE, 4, 64, 1, 3, fused_norm=False)
+_RARE_INVARIANT = Plan("cublas", rows=64, fused_norm=False)
+
 
 class Grouped(PlainInputs):
     """Implements ``Format`` for matrices of codes.
@@ -31,6 +34,7 @@ class Grouped(PlainInputs):
         self._form, self._coded = form, coded
         self._kind = form if coded else f"{form}, rare"
         self._wide_kind = f"{form} beside float32" if coded else self._kind
+        self.invariant = _CODED_INVARIANT if coded else _RARE_INVARIANT
         self.bits: Mapping[WeightKind, int] = dict.fromkeys((self._kind, self._wide_kind), 4 if form == INT4 else 8)
 
     def runs_on(self, gpu: Gpu) -> bool:
@@ -64,12 +68,12 @@ class Grouped(PlainInputs):
     def fits(self, plan: Plan, x: Matrix, norm: Norm | None, index: Tensor | None) -> bool:
         return False
 
-    def product(self, x: Matrix, weight: Matrix, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+    def product(self, x: Matrix, weight: Matrix, bias: Tensor | None, dtype: torch.dtype, tile_rows: int = 0) -> Tensor:
         assert isinstance(weight, GroupedMatrix)
-        return multiply(as_tensor(x), weight, bias, dtype)
+        return multiply(as_tensor(x), weight, bias, dtype, tile_rows=tile_rows)
 
-    def add_product(self, to: Tensor, x: Matrix, weight: Matrix, bias: Tensor | None) -> None:
-        to += self.product(x, weight, bias, to.dtype)
+    def add_product(self, to: Tensor, x: Matrix, weight: Matrix, bias: Tensor | None, tile_rows: int = 0) -> None:
+        to += self.product(x, weight, bias, to.dtype, tile_rows)
 
     def takes_tma(self, site: Site) -> bool:
         return False
