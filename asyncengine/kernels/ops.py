@@ -286,6 +286,8 @@ class Ops(Protocol[BatchT, ResidualT, HandleT]):
     device: device
     transposed_keys: bool
     """Keys are [num_blocks, Hk, D, block_size] instead of, like the values, [num_blocks, Hk, block_size, D]."""
+    reads_blocks: bool
+    """Weights in the format BLOCKS are multiplied as they are."""
     expert_codes: bool
     """``make_experts`` keeps weights in int4 as they are. Otherwise they are to be unpacked before."""
 

@@ -136,7 +136,7 @@ class _NoOps(ReferenceOps):
 
     def __init__(self, *, on_gpu: bool) -> None:
         super().__init__()
-        self.expert_codes = on_gpu
+        self.expert_codes, self.reads_blocks = on_gpu, not on_gpu
 
 
 def describe_model(config: EngineConfig, device: str, memory_bytes: int | None = None) -> ModelReport:

@@ -32,6 +32,9 @@ KINDS: dict[str, dict[str, Any]] = {
     "int4 with offsets": {"form": INT4, "group": 128, "offsets": True},
     "int4 in half tiles": {"form": INT4, "group": 64, "offsets": True},
     "nf4": {"form": INT4, "group": 64, "table": True},
+    "int4 of GGUF": {"form": INT4, "group": 32, "offsets": True},
+    "int8 of GGUF": {"form": INT8, "group": 32, "dtype": torch.float16},
+    "six bits of GGUF": {"form": INT8, "group": 16},
     "int8": {"form": INT8, "group": 4096},
     "float8": {"form": FLOAT8_GROUPS, "group": 128},
 }

@@ -324,7 +324,7 @@ def launch_what_was_compiled(directory: Path, **config: Any) -> list[Bucket]:
 
     compiling.Kernel.run = launch  # type: ignore[method-assign,assignment]
     for form in (Dense, Float8):  # cuBLAS's and the scaled product
-        form.product = lambda self, x, weight, bias, dtype: (  # type: ignore[method-assign]
+        form.product = lambda self, x, weight, bias, dtype, tile_rows=0: (  # type: ignore[method-assign]
             torch.empty(len(x), len(weight), dtype=dtype)
         )
     torch.addmm = lambda to, x, weight, out: out  # type: ignore[assignment]

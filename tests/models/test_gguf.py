@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +11,19 @@ import numpy as np
 import pytest
 import torch
 from gguf import GGMLQuantizationType as Type
+from safetensors.torch import load_file
 
 from asyncengine.config import EngineConfig
 from asyncengine.kernels.blocks import FLOATS, SIZES, BlockType, dequantize
+from asyncengine.kernels.grouped import group_size, unpack
+from asyncengine.kernels.regroup import REGROUPED, regroup
+from asyncengine.kernels.weight import BLOCKS, DENSE, INT4, INT8, PackedWeight
+from asyncengine.models.weights.gguf import GgufFormat, GgufTensors
+from asyncengine.models.weights.source import WeightSource
+from asyncengine.runner.describe import describe_model
 from asyncengine.runner.steps.model_runner import CpuModelRunner
 from tests.models import tiny
-from tests.models.gguf_files import write_model
+from tests.models.gguf_files import to_blocks, write_model
 
 COUNT = 8
 PROMPT = [5, 17, 3, 190, 44, 9, 71]
@@ -92,3 +100,47 @@ def test_logits_of_rounded_rows(tmp_path: Path) -> None:
     exact = greedy(plain, dtype="float32")[1][0]
     blocks, dense = ((greedy(p, dtype="bfloat16")[1][0] - exact).norm() for p in (path, plain))
     assert blocks < 1.5 * dense < 0.1 * exact.norm()
+
+
+@pytest.mark.parametrize("kind", REGROUPED)
+def test_blocks_in_groups_are_the_same_numbers(kind: BlockType) -> None:
+    """A type without offsets gives them to the bit."""
+    size = SIZES[kind]
+    matrix = np.random.default_rng(2).normal(size=(6, 4 * 256)).astype(np.float32)
+    blocks = torch.from_numpy(to_blocks(matrix, Type(int(kind)), 3))
+    packed = PackedWeight(BLOCKS, {"blocks": blocks}, 6, 4 * 256, torch.bfloat16, kind)
+    made, expected = regroup(packed), dequantize(kind, blocks)
+    assert group_size(made) == (16 if kind == BlockType.Q6_K else 32)
+    assert made.nbytes < 2 * size.num_bytes * 6 * 4 * 256 // size.numbers
+    if "offsets" in made.tensors:
+        torch.testing.assert_close(unpack(made), expected, rtol=1e-6, atol=1e-6)
+    else:
+        assert torch.equal(unpack(made), expected)
+
+
+def test_projections_of_a_gpu_stay_in_groups(tmp_path: Path) -> None:
+    """They give the numbers of the file; the embedding and the head are dense."""
+    path, plain = write_model(tmp_path, "llama", q4_k_m, **WIDE)
+    tensors = GgufTensors(path, torch.float32, keeps_blocks=False)
+    weights = WeightSource(tensors, GgufFormat(tensors))
+    stored = load_file(plain / "model.safetensors")
+    for module, form in (("self_attn.o_proj", INT4), ("mlp.down_proj", INT8), ("mlp.up_proj", INT4)):
+        name = f"model.layers.0.{module}"
+        before = tensors.owned_bytes
+        made = weights.weight(name, 256, 256)
+        assert made.format == form
+        assert (tensors.owned_bytes - before, tensors.mapped_bytes) == (made.nbytes, 0)
+        torch.testing.assert_close(unpack(made), stored[f"{name}.weight"], rtol=1e-6, atol=1e-6)
+    assert weights.table("model.embed_tokens", *stored["model.embed_tokens.weight"].shape).format == DENSE
+
+
+def test_models_says_what_of_a_file_stays_packed(tmp_path: Path) -> None:
+    """Queries and keys lie beside values of another type, with which they are unpacked."""
+    path, _ = write_model(tmp_path, "llama", q4_k_m, **WIDE)
+    settings = EngineConfig.from_kwargs(str(path), {"dtype": "bfloat16"})
+    told = describe_model(settings, "cuda", 1 << 34)
+    assert {form.split(",")[0] for form in told.weight_formats} == {
+        "int4 in groups of 32 columns", "int8 in groups of 32 columns", "int8 in groups of 16 columns",
+    }  # fmt: skip
+    on_cpu = describe_model(replace(settings, device="cpu"), "cpu", 1 << 34)
+    assert on_cpu.weight_formats == ("blocks of GGUF, in native kernels",)

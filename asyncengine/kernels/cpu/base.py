@@ -58,6 +58,7 @@ class BaseOps(Ops[StepBatch, Residual, HandleT]):
     device = torch.device("cpu")
     # Scores of neighbouring tokens are neighbours, and so a vector.
     transposed_keys = True
+    reads_blocks = True
     expert_codes = False
 
     def __init__(self, prefill_attention: PrefillAttention = "native", *, fast_prefill: bool = True) -> None:

@@ -94,6 +94,7 @@ class CudaOps:
     """Tensors are float32, float16 or bfloat16, all of one call in the same dtype."""
 
     transposed_keys = False
+    reads_blocks = False
 
     def __init__(self, device: torch.device, options: CudaOptions | None = None) -> None:
         self.device = device

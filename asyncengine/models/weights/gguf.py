@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from asyncengine.errors import MissingWeightError, UnsupportedModelError, WeightMismatchError
-from asyncengine.kernels.blocks import FLOATS, dequantize
+from asyncengine.kernels.blocks import FLOATS, BlockType, dequantize
+from asyncengine.kernels.regroup import REGROUPED, regroup
 from asyncengine.kernels.weight import BLOCKS, PackedWeight
 from asyncengine.models.files import checked_size, excerpt
 from asyncengine.models.gguf.files import read_model
@@ -32,10 +33,13 @@ _UNUSED = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.
 class GgufTensors:
     """A TensorSource over GGUF files. On torch's device "meta" shapes are checked, and tensors hold nothing.
 
-    On the CPU matrices in blocks stay where the file is mapped. On a GPU they become the model's dtype.
+    With ``keeps_blocks``, on the CPU, matrices in blocks stay where the file is mapped.
     """
 
-    def __init__(self, path: Path, dtype: torch.dtype, *, device: torch.device = _CPU, progress: bool = False) -> None:
+    def __init__(
+        self, path: Path, dtype: torch.dtype, *, device: torch.device = _CPU, progress: bool = False,
+        keeps_blocks: bool = True,
+    ) -> None:  # fmt: skip
         self.num_parameters = 0
         self.mapped_bytes = 0
         self.owned_bytes = 0
@@ -50,15 +54,15 @@ class GgufTensors:
         self._used: set[str] = set()
         size = sum(checked_size(file) for file in {tensor.path for tensor in self._tensors.values()})
         self._progress = Progress(size, enabled=progress)
-        quantised = any(tensor.kind not in FLOATS for tensor in self._tensors.values())
-        self.keeps_blocks = quantised and device.type != "cuda"
+        kinds = {tensor.kind for tensor in self._tensors.values() if tensor.kind not in FLOATS}
+        self.keeps_blocks = bool(kinds) and keeps_blocks
         """Matrices that are quantised stay in blocks."""
-        if quantised and not self.keeps_blocks:
-            logger.warning("%s: no GPU kernel reads its blocks: its weights become %s on the GPU", path, dtype)
+        if not keeps_blocks and (others := sorted(kind.name for kind in kinds - REGROUPED.keys())):
+            logger.warning("%s: no GPU kernel reads %s: these weights become %s", path, ", ".join(others), dtype)
 
-    def in_blocks(self, name: str) -> bool:
-        """Return whether a matrix stays in blocks. Raises MissingWeightError if there is none."""
-        return self.keeps_blocks and self._find(name)[0].kind not in FLOATS
+    def kind_of(self, name: str) -> BlockType:
+        """The type of a tensor. Raises MissingWeightError if there is none."""
+        return self._find(name)[0].kind
 
     @property
     def rotates_neighbours(self) -> bool:
@@ -203,7 +207,11 @@ def _count(shape: tuple[int, ...]) -> int:
 
 
 class GgufFormat(Dense):
-    """Matrices as a GGUF file has them, whatever the type of each is."""
+    """Matrices as a GGUF file has them, whatever the type of each is.
+
+    Where blocks are not kept, projections of the types of ``REGROUPED`` stay packed in groups, and others become the
+    model's dtype.
+    """
 
     packed = BLOCKS
 
@@ -213,9 +221,19 @@ class GgufFormat(Dense):
     def weight(
         self, tensors: TensorSource, module: str, shape: tuple[int, int], part: Part, *, transposed: bool
     ) -> PackedWeight:
-        if transposed or not self._source.in_blocks(f"{module}.weight"):
-            return super().weight(self._source, module, shape, part, transposed=transposed)
-        return self._source.blocks(f"{module}.weight", shape, part)
+        source, name = self._source, f"{module}.weight"
+        kind = source.kind_of(name)
+        if transposed or kind in FLOATS or not (source.keeps_blocks or kind in REGROUPED):
+            return super().weight(source, module, shape, part, transposed=transposed)
+        if source.keeps_blocks:
+            return source.blocks(name, shape, part)
+        before = source.owned_bytes, source.mapped_bytes
+        packed = regroup(source.blocks(name, shape, part))
+        source.owned_bytes, source.mapped_bytes = before
+        return source.keep(packed)
 
     def table(self, tensors: TensorSource, module: str, shape: tuple[int, int], part: Part) -> PackedWeight:
+        """The embedding or the head, which other kernels than those of groups read."""
+        if not self._source.keeps_blocks:
+            return super().table(self._source, module, shape, part)
         return self.weight(tensors, module, shape, part, transposed=False)

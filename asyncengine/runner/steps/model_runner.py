@@ -182,10 +182,10 @@ def load_model(
     elif is_gguf(path):
         if shard.ranks > 1:
             raise ConfigError(f"tensor_parallel_size={shard.ranks}: GGUF files are read by one rank alone yet")
-        tensors = GgufTensors(path, dtype, device=ops.device, progress=progress)
-        if tensors.keeps_blocks:
-            if config.quantization != "none":
-                raise ConfigError(f"quantization={config.quantization}: the weights of {path} are quantised already")
+        tensors = GgufTensors(path, dtype, device=ops.device, progress=progress, keeps_blocks=ops.reads_blocks)
+        if tensors.keeps_blocks and config.quantization != "none":
+            raise ConfigError(f"quantization={config.quantization}: the weights of {path} are quantised already")
+        if config.quantization == "none" and dense_form is None:
             form = GgufFormat(tensors)
     else:
         tensors = Checkpoint(path, dtype, device=ops.device, progress=progress)
