@@ -119,7 +119,7 @@ def test_blocks_in_groups_are_the_same_numbers(kind: BlockType) -> None:
 
 
 def test_projections_of_a_gpu_stay_in_groups(tmp_path: Path) -> None:
-    """They give the numbers of the file; the embedding and the head are dense."""
+    """Packed projections give the numbers of the file; the embedding and the head are dense."""
     path, plain = write_model(tmp_path, "llama", q4_k_m, **WIDE)
     tensors = GgufTensors(path, torch.float32, keeps_blocks=False)
     weights = WeightSource(tensors, GgufFormat(tensors))

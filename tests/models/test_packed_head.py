@@ -41,7 +41,7 @@ def run(path: Path, *, native: bool = True, **settings: Any) -> tuple[list[int],
 @pytest.mark.parametrize("bits", FORMS)
 @pytest.mark.parametrize("tied", [False, True])
 def test_logits_are_those_of_the_rounded_head(bits: str, tied: bool, tmp_path: Path) -> None:
-    """Others than those of the head as it was, and by plain torch the same."""
+    """The logits differ from those of the dense head, and plain torch gives the same."""
     model: Any = tiny.build_model("llama", tie_word_embeddings=tied)
     model.save_pretrained(tmp_path / "given")
     embedding = model.get_input_embeddings().weight.data.clone()
