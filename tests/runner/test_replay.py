@@ -166,6 +166,27 @@ def test_lanes_cost_what_a_step_of_as_many_tokens_takes_less(monkeypatch: pytest
     assert cuda.time_exchange(machine(Bucket(1, 1, True)), info) == 0
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="bench/states.py replays")
+@pytest.mark.parametrize("variant", ["glm4-moe-lite", "qwen3.5"])
+def test_steps_of_latents_and_of_states_are_replayed(tmp_path: Path, variant: str) -> None:
+    """Latents have no plane of keys to ask for the size of a block, and a state starts as that of an empty text."""
+    tiny.build_model(variant).save_pretrained(tmp_path)
+    placeholder_tokenizer(tiny.VOCAB_SIZE).backend.save(str(tmp_path / "tokenizer.json"))
+
+    async def main() -> None:
+        async with make_engine(str(tmp_path), **CONFIG) as engine:
+            steps: DeviceSteps = engine._life.loaded().keep_alive[0]  # type: ignore[index]
+            rows = replay.decode_rows(CONTEXTS)
+            for states in steps.cache.states:
+                states.fill_(0xFF)  # NaN
+            with replay.staged(steps, rows, 1, lambda: None, own_tables=True), np.errstate(all="ignore"):
+                for _ in range(len(steps.source.inputs)):
+                    steps.run(Bucket(4, 4, True), ARGMAX)
+            assert steps.state.positions[: len(rows)].tolist() == CONTEXTS
+
+    asyncio.run(main())
+
+
 def test_a_replayed_step_may_compute_prompts(checkpoint: Path) -> None:
     rows = [replay.Row(1, 17), replay.Row(7, 16), replay.Row(3, 0)]
 

@@ -14,7 +14,6 @@ import torch
 
 from asyncengine._core import STEP_INPUT_LAYOUT
 from asyncengine.kernels.float8 import FLOAT8
-from asyncengine.kernels.ops import LayerKVCache
 from asyncengine.runner.steps.buckets import Bucket
 from asyncengine.runner.steps.device_steps import DeviceSteps
 
@@ -95,8 +94,7 @@ def stage(steps: DeviceSteps, rows: Sequence[Row], *, own_tables: bool = False) 
     slots = steps.state.slots
     if own_tables or len(rows) < len(slots.last_token):
         longest = max(row.query + row.context for row in rows)
-        first = next(layer for layer in steps.cache.layers if isinstance(layer, LayerKVCache))
-        _lay_out(steps, len(rows), (longest - 1) // first.v.shape[2] + 1)
+        _lay_out(steps, len(rows), (longest - 1) // steps.block_size + 1)
     slots.last_token.copy_(torch.arange(len(slots.last_token)))
     slots.finished.zero_()
     slots.stops.fill_(-1)
@@ -105,8 +103,8 @@ def stage(steps: DeviceSteps, rows: Sequence[Row], *, own_tables: bool = False) 
 
 
 def _lay_out(steps: DeviceSteps, rows: int, entries: int) -> None:
-    """Blocks of a sequence lie apart, as they do when sequences grow side by side."""
-    num_blocks = steps.cache.groups[0].shape[1]
+    """Blocks of a sequence lie apart, as they do when sequences grow side by side. States are those of a beginning."""
+    num_blocks = min((planes.shape[1] for planes in steps.cache.groups), default=rows * entries)
     if rows * entries > num_blocks:
         raise ValueError(f"{rows} rows of {entries} blocks do not fit a cache of {num_blocks}")
     # Memory that nobody has written may hold NaN, with which rows would end.
@@ -115,6 +113,8 @@ def _lay_out(steps: DeviceSteps, rows: int, entries: int) -> None:
             memory.view(torch.uint8).bitwise_and_(0xF7)  # a bit of the exponent that makes e4m3's NaN
         else:
             memory.nan_to_num_(0.0, 0.0, 0.0)
+    for states in steps.cache.states:
+        states[:, :rows].zero_()
     tables = torch.arange(entries)[None, :] * rows + torch.arange(rows)[:, None]
     block_tables = steps.state.slots.block_tables
     block_tables[:rows, :entries] = tables.to(block_tables)

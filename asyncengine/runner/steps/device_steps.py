@@ -126,7 +126,7 @@ class DeviceSteps:
     ) -> None:
         """``lanes``: of buckets that have some. ``exchange``: with the other GPUs that hold the model, if there are
         some; steps wait for none before it is connected."""
-        self._block_size = config.block_size
+        self.block_size = config.block_size
         self._pdl = ops.options.pdl
         self._max_logprobs = config.max_logprobs
         self._classifies = bool(loaded.config.labels)
@@ -183,7 +183,7 @@ class DeviceSteps:
         )
         batch = CudaBatch(step, self._attention.of(bucket), needs, lanes, bucket.single_token_rows)
         with torch.inference_mode():
-            ingest(source, step, self._block_size, pdl=self._pdl, needs=needs, several=not one_sample)
+            ingest(source, step, self.block_size, pdl=self._pdl, needs=needs, several=not one_sample)
             if lanes is not None:
                 gather_results(lanes, step, pdl=self._pdl)
             batch.attention.build(step, pdl=self._pdl)
