@@ -1,9 +1,10 @@
 """Common parts of the GPU benchmarks: engines with random weights, their prompts and consumers, and a step's least
 cost.
 
-Bytes are those that a step cannot do without: its matrices once, keys and values of its tokens once. Norms, biases and
-activations are left out, less than a hundredth of that. Operations are those of the matrices and of visible pairs of a
-query and a key; a multiplication with its addition counts as two.
+Bytes are those that a step cannot do without: its matrices once, keys and values of its tokens once, and the states of
+its rows, which it reads and writes. Norms, biases and activations are left out, less than a hundredth of that.
+Operations are those of the matrices and of visible pairs of a query and a key; a multiplication with its addition
+counts as two.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from asyncengine import AsyncEngine, SamplingParams
-from asyncengine.kernels.ops import is_gated
+from asyncengine.kernels.ops import JointSpec, KVSpec, LatentSpec, PagedSpec, StateSpec, is_gated
 from asyncengine.models.config import ModelConfig, RawConfig
 from asyncengine.models.registry import find_family
 
@@ -69,18 +70,19 @@ def read_model(shape: str) -> ModelConfig:
 def projections(c: ModelConfig) -> dict[str, tuple[int, int]]:
     """[N, K] of a layer's matrices."""
     width, kv_width = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
+    queries = 2 * width if c.gated_queries else width
     up = c.intermediate_size * (2 if is_gated(c.activation) else 1)
     if (latent := c.latent) is not None:
-        queries, rank = c.num_heads * latent.query_dim, latent.query_rank
+        of_heads, rank = c.num_heads * latent.query_dim, latent.query_rank
         return {
-            "qkv": ((rank or queries) + latent.spec.width, c.hidden_size),
-            **({"queries": (queries, rank)} if rank else {}),
+            "qkv": ((rank or of_heads) + latent.spec.width, c.hidden_size),
+            **({"queries": (of_heads, rank)} if rank else {}),
             "o": (c.hidden_size, c.num_heads * latent.value_dim),
             "up": (up, c.hidden_size),
             "down": (c.hidden_size, c.intermediate_size),
         }
     return {
-        "qkv": (width + 2 * kv_width, c.hidden_size),
+        "qkv": (queries + 2 * kv_width, c.hidden_size),
         "o": (c.hidden_size, width),
         "up": (up, c.hidden_size),
         "down": (c.hidden_size, c.intermediate_size),
@@ -94,20 +96,41 @@ def projection_biases(c: ModelConfig) -> dict[str, bool]:
     return {name: gpt2 or has for name, has in biases.items()}
 
 
+def mixer_parameters(c: ModelConfig) -> int:
+    """Count the parameters of the matrices of a layer's mixer with a state, its convolution included."""
+    if (mixer := c.delta) is not None:
+        inputs = mixer.channels + mixer.inner + 2 * mixer.value_heads
+    elif (mixer := c.state_space) is not None:
+        inputs = mixer.channels + mixer.inner + mixer.num_heads
+    else:  # a short convolution
+        return (3 + 1) * c.hidden_size**2 + c.hidden_size * c.conv_size
+    return c.hidden_size * (inputs + mixer.inner) + mixer.channels * mixer.conv_size
+
+
 def layer_parameters(c: ModelConfig, rows: int = 1) -> int:
     """Count the parameters of the matrices of all layers, without embedding and head; of experts those that so many
     rows hit, if they are routed evenly."""
     size = {name: columns * inner for name, (columns, inner) in projections(c).items()}
-    dense, experts, mixture = size["up"] + size["down"], 0.0, c.mixture
-    mixed = sum(mixture.layers) if mixture is not None else 0
+    # Families without a feed-forward block have an inner size of 1.
+    dense = size["up"] + size["down"] if c.intermediate_size > 1 else 0
+    experts, mixture = 0.0, c.mixture
     if mixture is not None:
         hit = mixture.num_experts * (1 - (1 - mixture.top_k / mixture.num_experts) ** rows)
         inner = hit * mixture.intermediate_size + mixture.shared_size
-        experts = c.hidden_size * (mixture.num_experts + 3 * inner)
+        experts = c.hidden_size * (mixture.num_experts + (3 if is_gated(c.activation) else 2) * inner)
+        experts += c.hidden_size if mixture.gated_share else 0
     attention = size["qkv"] + size.get("queries", 0) + size["o"]
     if c.latent is not None:
         attention += c.num_heads * (c.latent.key_dim + c.latent.value_dim) * c.latent.rank
-    return c.num_layers * attention + (c.num_layers - mixed) * dense + round(mixed * experts)
+    total = 0.0
+    for index, spec in enumerate(c.layer_caches):
+        total += 0 if isinstance(spec, StateSpec) else attention
+        total += mixer_parameters(c) if isinstance(spec, StateSpec | JointSpec) else 0
+        if c.blocks:
+            total += c.blocks[index].count("mlp") * dense + c.blocks[index].count("moe") * experts
+        else:
+            total += experts if mixture is not None and mixture.layers[index] else dense
+    return round(total)
 
 
 def weight_bytes(c: ModelConfig, quantization: str = "none", rows: int = 1) -> int:
@@ -118,19 +141,33 @@ def weight_bytes(c: ModelConfig, quantization: str = "none", rows: int = 1) -> i
 
 
 def kv_bytes_per_token(c: ModelConfig, kv_cache_dtype: str = "auto") -> int:
-    """Keys and values, or latents, of all layers."""
-    if c.latent is not None:
-        return c.num_layers * c.latent.spec.width * ELEMENT_BYTES
-    return 2 * c.num_layers * c.num_kv_heads * c.head_dim * (1 if kv_cache_dtype == "fp8" else ELEMENT_BYTES)
+    """Keys and values, or latents, of all layers that keep some."""
+    paged = [spec for spec in c.cache_parts if isinstance(spec, KVSpec | LatentSpec)]
+    return sum(spec.planes * spec.width for spec in paged) * (1 if kv_cache_dtype == "fp8" else ELEMENT_BYTES)
+
+
+def state_bytes(c: ModelConfig) -> int:
+    """Count the bytes of a sequence's states in all layers. A step reads and writes them once."""
+    return sum(spec.num_bytes for spec in c.cache_parts if isinstance(spec, StateSpec))
+
+
+def _seen_layers(c: ModelConfig) -> list[PagedSpec]:
+    """The caches that the attention of a step reads, by layer."""
+    specs = (c.kv_spec(index) or spec for index, spec in enumerate(c.layer_caches))
+    return [spec for spec in specs if isinstance(spec, KVSpec | LatentSpec)]
+
+
+def _window(spec: PagedSpec) -> int:
+    return spec.window if isinstance(spec, KVSpec) else 0
 
 
 def decode_bytes(
     c: ModelConfig, batch: int, context: float, quantization: str = "none", kv_cache_dtype: str = "auto"
 ) -> float:
     """Count the bytes of a decode step of ``batch`` rows that see ``context`` tokens each."""
-    per_layer = kv_bytes_per_token(c, kv_cache_dtype) / c.num_layers
-    seen = sum(min(context, window or context) for window in c.layer_windows)
-    return weight_bytes(c, quantization, batch) + batch * per_layer * seen
+    element = 1 if kv_cache_dtype == "fp8" else ELEMENT_BYTES
+    seen = sum(spec.planes * spec.width * min(context, _window(spec) or context) for spec in _seen_layers(c))
+    return weight_bytes(c, quantization, batch) + batch * (element * seen + 2 * state_bytes(c))
 
 
 def floor_ms(
@@ -150,7 +187,7 @@ def pairs(query: int, context: int, window: int = 0) -> int:
 def prefill_flops(c: ModelConfig, query: int, context: int) -> float:
     """Count the operations of a chunk of ``query`` tokens after ``context`` others, with one row of logits."""
     matrices = 2 * (query * layer_parameters(c) + c.vocab_size * c.hidden_size)
-    seen = sum(pairs(query, context, window) for window in c.layer_windows)
+    seen = sum(pairs(query, context, _window(spec)) for spec in _seen_layers(c))
     dim = c.head_dim if c.latent is None else c.latent.rank + c.latent.rope_dim / 2
     return matrices + 4 * c.num_heads * dim * seen
 
