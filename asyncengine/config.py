@@ -158,7 +158,7 @@ class EngineConfig:
     state_snapshot_tokens: int = 4096
     """Tokens between the states that the prefix cache keeps of a long prompt, rounded up to whole blocks. It also
     keeps one at the end of each prompt, and one of each answer, at most 256 tokens before its end. 0: none within a
-    prompt."""
+    prompt. There is room for max_num_seqs snapshots, as far as they fit an eighth of the memory."""
     num_kv_blocks: int | None = None
     """Count of KV blocks; overrides kv_cache_memory_bytes."""
     enable_prefix_caching: bool = True

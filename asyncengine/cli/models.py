@@ -109,7 +109,9 @@ def _lines(report: ModelReport) -> Iterable[str]:
         yield f"  head             {report.head_format}"
     yield f"  keys and values  {_size(report.kv_bytes_per_token)} a token"
     if report.state_bytes_per_sequence:
-        yield f"  states           {_size(report.state_bytes_per_sequence)} a sequence"
+        size, snapshots = report.state_bytes_per_sequence, report.state_snapshots or 0
+        kept = f"{snapshots:,} snapshots, {_size(snapshots * size)}"
+        yield f"  states           {_size(size)} a sequence; room for {kept}"
     room = f"{about}{_size(report.kv_memory_bytes)} for {report.kv_tokens:,} tokens"
     yield f"  memory           {_size(report.memory_bytes)} of {place}, {room}"
     fitting = "no sequence fits" if not report.sequences else f"sequences that fit: {about}{report.sequences}"

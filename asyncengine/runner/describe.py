@@ -90,6 +90,8 @@ class ModelReport:
     """The directory holds weights, whose names and shapes are those of the model. False: there is config.json alone."""
     kv_bytes_per_token: int | None = None
     state_bytes_per_sequence: int | None = None
+    state_snapshots: int | None = None
+    """Snapshots of states that the prefix cache has room for, each as large as the state of a sequence."""
     context: int | None = None
     """tokens"""
     window: int | None = None
@@ -198,6 +200,7 @@ def describe_model(config: EngineConfig, device: str, memory_bytes: int | None =
         has_weights=has_weights,
         kv_bytes_per_token=of_block // config.block_size,
         state_bytes_per_sequence=memory.state_bytes(model),
+        state_snapshots=memory.num_snapshots(config, model, total),
         context=context,
         window=model.longest_window,
         memory_bytes=devices * total,
@@ -256,7 +259,7 @@ def _kv_room(
 ) -> int:
     """Bytes of a device for keys and values, as an engine chooses them; on a GPU it measures at its start what this
     estimates."""
-    states = memory.num_state_slots(config, model) * memory.state_bytes(model)
+    states = memory.num_state_slots(config, model, total) * memory.state_bytes(model)
     if config.kv_cache_memory_bytes is not None:
         return config.kv_cache_memory_bytes // (config.tensor_parallel_size if device == "cuda" else 1)
     if device == "cpu":

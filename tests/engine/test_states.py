@@ -275,6 +275,18 @@ def test_states_in_bfloat16_are_half_as_large_and_rounded_behind_each_token(path
         CpuModelRunner.load(EngineConfig.from_kwargs(str(paths["lfm2"]), half))
 
 
+def test_snapshots_have_a_share_of_the_memory(paths):
+    """They are as many as sequences where memory is plenty, fewer where it is not, and never none."""
+    config = EngineConfig.from_kwargs(str(paths["hybrid"]), {"max_num_seqs": 64})
+    counts, size = {}, 0
+    for room in (1 << 14, 1 << 20, 16 << 30):
+        report = describe_model(config, "cuda", memory_bytes=room)
+        size = report.state_bytes_per_sequence or 0
+        counts[room] = report.state_snapshots
+    assert counts == {room: min(64, max(1, room // 8 // size)) for room in counts}
+    assert len(set(counts.values())) == 3, counts
+
+
 def test_a_gpu_runs_such_models_alone(paths):
     """One GPU runs them. Several that hold the model together do not, and say so."""
     for name in ("full", "lfm2", "hybrid"):

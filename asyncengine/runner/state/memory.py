@@ -33,13 +33,15 @@ from asyncengine.kernels.ops import (
     SharedSpec,
     StateSpec,
 )
-from asyncengine.machine import available_memory
+from asyncengine.machine import available_memory, total_memory
 from asyncengine.models.config import ModelConfig
 
 logger = logging.getLogger(__name__)
 
 DEFAULT_LIMIT_BYTES = 4 << 30
 DEFAULT_SHARE = 0.4
+SNAPSHOT_SHARE = 0.125
+"""Share of a device's memory that snapshots of states take at most."""
 _BYTES_PER_GRAPH = 2 << 20
 """Reserved beside the graphs' tensors; a graph of 300 kernels takes about half of it."""
 
@@ -79,9 +81,23 @@ def host_obstacle(model: ModelConfig, dtype: torch.dtype = torch.bfloat16) -> st
     return "has heads of an odd size" if model.head_dim % 2 else ""
 
 
-def num_state_slots(config: EngineConfig, model: ModelConfig) -> int:
-    """Count the states that there is room for: one for each sequence, and as many snapshots. 0: no layer keeps one."""
-    return 2 * config.max_num_seqs if state_bytes(model) else 0
+def num_state_slots(config: EngineConfig, model: ModelConfig, device_bytes: int) -> int:
+    """Count the states that there is room for: one for each sequence, and those of ``num_snapshots``."""
+    return config.max_num_seqs + num_snapshots(config, model, device_bytes) if state_bytes(model) else 0
+
+
+def num_snapshots(config: EngineConfig, model: ModelConfig, device_bytes: int) -> int:
+    """Count the snapshots of states that there is room for; 0: no layer keeps a state.
+
+    There are as many as sequences, within a share of all memory of the device that keeps them, and at least one.
+    """
+    of_one = state_bytes(model)
+    return min(config.max_num_seqs, max(1, int(SNAPSHOT_SHARE * device_bytes) // of_one)) if of_one else 0
+
+
+def memory_of(device: torch.device) -> int:
+    """Return the bytes of all memory of a device."""
+    return int(torch.cuda.mem_get_info(device)[1]) if device.type == "cuda" else total_memory()
 
 
 def _paged(model: ModelConfig) -> list[PagedSpec]:
@@ -218,7 +234,8 @@ def allocate(
     """
     if scales is not None:
         dtype = FLOAT8
-    block_size, counts, state_slots = config.block_size, Counter[int](), num_state_slots(config, model)
+    block_size, counts = config.block_size, Counter[int]()
+    state_slots = num_state_slots(config, model, memory_of(ops.device))
     for spec in _paged(model):
         counts[spec.width] += spec.planes
     sizes = Counter(spec.num_bytes for spec in model.cache_parts if isinstance(spec, StateSpec))

@@ -93,7 +93,7 @@ class LoadedModel:
             num_kv_blocks=num_blocks,
             num_host_kv_blocks=num_host_blocks,
             num_kv_layers=len(self.config.kv_specs),
-            num_state_slots=kv_cache.num_state_slots(config, self.config),
+            num_state_slots=kv_cache.num_state_slots(config, self.config, kv_cache.memory_of(self._memory_device)),
             window=self.config.longest_window,
             can_decode_on_host=not self.host_obstacle,
             host_obstacle=self.host_obstacle,
@@ -105,6 +105,10 @@ class LoadedModel:
             exclusive_labels=self.config.exclusive_labels,
             generates=self.config.has_head and not self.config.labels,
         )
+
+    @property
+    def _memory_device(self) -> torch.device:
+        return torch.device("cpu") if self.device_index is None else torch.device("cuda", self.device_index)
 
     @property
     def host_obstacle(self) -> str:
@@ -322,7 +326,8 @@ class CpuModelRunner:
             made = kv_scales.calibrate_host(model, loaded.config, loaded.dtype, loaded.max_model_len, *ranks)
             all_scales = [with_inverses(own.contiguous()) for own in made.chunk(count, -1)]
             loaded = replace(loaded, kv_scales=all_scales[0])
-        state_bytes = kv_cache.num_state_slots(config, loaded.config) * kv_cache.state_bytes(loaded.config)
+        num_states = kv_cache.num_state_slots(config, loaded.config, kv_cache.memory_of(ops.device))
+        state_bytes = num_states * kv_cache.state_bytes(loaded.config)
         num_blocks = kv_cache.choose_num_blocks(
             config,
             loaded.max_model_len,
@@ -409,20 +414,20 @@ def _check_memory_beside_cache(
 ) -> None:
     """Raises ConfigError if the sizes of steps take more than half the memory beside the KV cache.
 
-    For a sequence that is its block table, what is kept of it while it runs, two states of its layers, its mask, and in
+    For a sequence that is its block table, what is kept of it while it runs, the state of its layers, its mask, and in
     each step in flight its input and its records; for a token its id in each step's input. For rotary positions it is a
     table of cosines and sines for each kind, and its halves, which are computed from the angles. Without this check the
     system may end the process.
     """
     steps = config.steps_in_flight
     of_sequence = 4 * -(-max_model_len // config.block_size) + _SLOT_BYTES + model.vocab_size // 8
-    if not on_gpu:  # whose own memory has them
-        of_sequence += 2 * kv_cache.state_bytes(model)
     of_sequence += 4 * steps * record_words(config.max_logprobs)
     needed = config.max_num_seqs * of_sequence + config.max_num_batched_tokens * steps * 8
     if model.ropes:
         needed += max_model_len * max(model.head_dims) * (4 * len(model.ropes) + 6)
     total = total_memory()
+    if not on_gpu:  # whose own memory has them
+        needed += kv_cache.num_state_slots(config, model, total) * kv_cache.state_bytes(model)
     if needed > total // 2:
         raise ConfigError(
             f"max_num_seqs ({config.max_num_seqs:,}), max_num_batched_tokens ({config.max_num_batched_tokens:,}) and a "
