@@ -11,10 +11,52 @@
 #include "bindings/harness.h"
 #include "bindings/records.h"
 #include "core/scheduler.h"
+#include "core/state_pool.h"
 #include "step_loop/step_loop.h"
 
 namespace asyncengine {
 namespace {
+
+// For its Python model: misuse is refused here, as the core never does it.
+void bind_state_pool(py::module_& m) {
+  const auto pinned = [](const StatePool& self, int32_t state) {
+    require(self.pins(state) > 0, "the state is no pinned snapshot");
+  };
+  py::class_<StatePool>(m, "StatePool")
+      .def(py::init([](int32_t num_slots, int32_t num_state_slots) {
+             require(num_slots > 0 && (num_state_slots == 0 || num_state_slots >= num_slots), "a state for each slot, or none");
+             return StatePool(num_slots, num_state_slots);
+           }),
+           py::arg("num_slots"), py::arg("num_state_slots"))
+      .def_property_readonly("num_snapshots", &StatePool::num_snapshots)
+      .def_property_readonly("num_pinned", &StatePool::num_pinned)
+      .def_property_readonly("num_cached", &StatePool::num_cached)
+      .def("take", &StatePool::take)
+      .def("pin",
+           [](StatePool& self, int32_t state) {
+             require(self.pins(state) >= 0, "the state is no snapshot");
+             self.pin(state);
+           })
+      .def("unpin",
+           [pinned](StatePool& self, int32_t state) {
+             pinned(self, state);
+             self.unpin(state);
+           })
+      .def("enter",
+           [pinned](StatePool& self, int32_t state, uint64_t chain) {
+             pinned(self, state);
+             require(chain != 0 && !self.known(state), "an unknown snapshot and a chain");
+             self.enter(state, chain);
+           })
+      .def("find", &StatePool::find)
+      .def("use",
+           [](StatePool& self, int32_t state, uint64_t step) {
+             require(self.pins(state) >= 0, "the state is no snapshot");
+             self.use(state, step);
+           })
+      .def("forget", &StatePool::forget)
+      .def("consistent", &StatePool::consistent);
+}
 
 void check_hybrid(const HybridConfig& hybrid) {
   require(hybrid.lanes >= 0 && hybrid.lanes <= 64 && hybrid.layers >= 0, "lanes must be 0 to 64, and layers not negative");
@@ -154,6 +196,8 @@ void bind_core(py::module_& m) {
           NoGil())
       .def_static("root_chain", [](uint64_t salt) { return to_python({salt, /*root=*/true}); })
       .def("consistent", &BlockManager::consistent);
+
+  bind_state_pool(m);
 
   py::class_<SchedulerHarness>(m, "SchedulerHarness")
       .def(py::init<const SchedulerConfig&, int>(), py::arg("config"), py::arg("steps_in_flight"))

@@ -24,6 +24,10 @@ class StatePool {
   int32_t num_slots() const { return num_slots_; }
   int32_t num_snapshots() const { return static_cast<int32_t>(snapshots_.size()); }
   int32_t num_pinned() const { return num_pinned_; }
+  // References to a snapshot; -1: the state slot is none of a snapshot.
+  int32_t pins(int32_t state) const { return is_snapshot(state) ? at(index(state)).pins : -1; }
+  // The snapshot is known by a chain.
+  bool known(int32_t state) const { return is_snapshot(state) && at(index(state)).chain != 0; }
   // Snapshots that find() may give.
   int32_t num_cached() const { return num_cached_; }
 
@@ -51,6 +55,7 @@ class StatePool {
     int32_t pins = 0;
     int32_t next = -1, prev = -1;  // in the queue of those that are not pinned: free ones, then least recently used first
   };
+  bool is_snapshot(int32_t state) const { return state >= num_slots_ && index(state) < num_snapshots(); }
   int32_t index(int32_t state) const { return state - num_slots_; }
   Snapshot& at(int32_t i) { return i == num_snapshots() ? ends_ : snapshots_[static_cast<size_t>(i)]; }
   const Snapshot& at(int32_t i) const { return i == num_snapshots() ? ends_ : snapshots_[static_cast<size_t>(i)]; }

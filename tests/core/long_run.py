@@ -17,6 +17,7 @@ from collections import Counter
 
 from .block_model import BLOCK_SIZE, CheckedBlocks
 from .scheduler_model import VOCAB, CheckedScheduler, Limits
+from .state_model import walk_states
 
 SALTS = 3
 OPERATIONS_OF_A_WALK = 20_000
@@ -219,7 +220,11 @@ def main() -> int:
     while done < args.operations:
         rng = random.Random(f"{args.seed}, {number}")
         operations = min(OPERATIONS_OF_A_WALK, args.operations - done)
-        if number % 4 == 3:
+        if number % 8 == 7:
+            slots, snapshots = rng.randint(1, 8), rng.randint(0, 40)
+            print(f"walk {number} of seed {args.seed}: {operations} operations of {snapshots} snapshots", flush=True)
+            done += walk_states(slots, snapshots, rng, operations).operations
+        elif number % 4 == 3:
             num_blocks = rng.randint(1, 60)
             print(f"walk {number} of seed {args.seed}: {operations} operations of {num_blocks} blocks", flush=True)
             done += walk_blocks(num_blocks, rng, operations).operations

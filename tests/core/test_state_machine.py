@@ -14,10 +14,13 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from asyncengine import _core
+
 from . import long_run
 from .block_model import CheckedBlocks
 from .long_run import SALTS, WALKS, CachedChain, block_tokens, prefix_tokens, walk_blocks, walk_scheduler
 from .scheduler_model import VOCAB, CheckedScheduler, Limits
+from .state_model import walk_states
 
 ENOUGH = 100_000
 HYBRID = (
@@ -214,6 +217,26 @@ def test_block_manager_on_a_random_walk(num_blocks: int) -> None:
     operations["blocks, random walk"] += walk_blocks(num_blocks, random.Random(num_blocks), 12_000).operations
 
 
+@pytest.mark.parametrize("num_snapshots", [0, 1, 6, 40])
+def test_snapshots_of_states_on_a_random_walk(num_snapshots: int) -> None:
+    states = walk_states(3, num_snapshots, random.Random(num_snapshots), 6_000)
+    operations["snapshots, random walk"] += states.operations
+    assert states.saw["none to give"] or num_snapshots > 6
+    assert not num_snapshots or (states.saw["eviction"] and states.saw["found"])
+
+
+def test_a_pool_of_states_refuses_misuse() -> None:
+    states = _core.StatePool(2, 3)
+    for wrong in (lambda: states.pin(1), lambda: states.unpin(2), lambda: states.enter(2, 5), lambda: states.use(3, 1)):
+        with pytest.raises(ValueError, match="snapshot"):
+            wrong()
+    assert states.take(1) == 2
+    with pytest.raises(ValueError, match="a chain"):
+        states.enter(2, 0)
+    with pytest.raises(ValueError, match="a state for each slot"):
+        _core.StatePool(2, 1)
+
+
 @pytest.mark.parametrize("name", WALKS)
 def test_scheduler_on_a_random_walk(name: str) -> None:
     lanes = WALKS[name].lanes
@@ -272,7 +295,7 @@ def test_a_request_that_starves_is_noticed() -> None:
 
 def test_enough_operations_were_checked(request: pytest.FixtureRequest) -> None:
     mine = [item for item in request.session.items if item.path == request.path]
-    if len(mine) < 8 + len(WALKS) or request.session.testsfailed:
+    if len(mine) < 13 + len(WALKS) or request.session.testsfailed:
         pytest.skip("only a part of the file ran")
     of_host_rows = operations["scheduler with host rows"]
     assert of_host_rows >= ENOUGH, dict(operations)

@@ -276,7 +276,7 @@ def test_states_in_bfloat16_are_half_as_large_and_rounded_behind_each_token(path
 
 
 def test_snapshots_have_a_share_of_the_memory(paths):
-    """They are as many as sequences where memory is plenty, fewer where it is not, and never none."""
+    """Plenty of memory holds as many as sequences, less holds fewer, and there is always one."""
     config = EngineConfig.from_kwargs(str(paths["hybrid"]), {"max_num_seqs": 64})
     counts, size = {}, 0
     for room in (1 << 14, 1 << 20, 16 << 30):
