@@ -24,6 +24,7 @@ from typing import Any
 from asyncengine import AsyncEngine, SamplingParams
 from asyncengine.kernels.ops import JointSpec, KVSpec, LatentSpec, PagedSpec, StateSpec, is_gated
 from asyncengine.models.config import ModelConfig, RawConfig
+from asyncengine.models.mixer_shapes import Delta
 from asyncengine.models.registry import find_family
 
 SHAPES_DIR = Path(__file__).parent / "shapes"
@@ -98,12 +99,11 @@ def projection_biases(c: ModelConfig) -> dict[str, bool]:
 
 def mixer_parameters(c: ModelConfig) -> int:
     """Count the parameters of the matrices of a layer's mixer with a state, its convolution included."""
-    if (mixer := c.delta) is not None:
-        inputs = mixer.channels + mixer.inner + 2 * mixer.value_heads
-    elif (mixer := c.state_space) is not None:
-        inputs = mixer.channels + mixer.inner + mixer.num_heads
-    else:  # a short convolution
+    mixer = c.delta or c.state_space
+    if mixer is None:  # a short convolution
         return (3 + 1) * c.hidden_size**2 + c.hidden_size * c.conv_size
+    rates = 2 * mixer.value_heads if isinstance(mixer, Delta) else mixer.num_heads
+    inputs = mixer.channels + mixer.inner + rates
     return c.hidden_size * (inputs + mixer.inner) + mixer.channels * mixer.conv_size
 
 
