@@ -34,6 +34,7 @@ import prefill
 from gpu_common import (
     ELEMENT_BYTES,
     add_engine_options,
+    decode_bytes,
     greedy,
     kv_bytes_per_token,
     layer_parameters,
@@ -250,7 +251,8 @@ async def conversation_part(bench: Bench) -> None:
 
 async def converse(engine: AsyncEngine, rng: random.Random, args: argparse.Namespace) -> tuple[float, int, int]:
     """Seconds to the first token of the last turn, its tokens that were computed, and all tokens of its prompt."""
-    of_turn, history, seconds, computed = args.prompt // args.turns, [], 0.0, 0
+    of_turn, seconds, computed, length = args.prompt // args.turns, 0.0, 0, 0
+    history: list[int] = []
     answer = max(1, of_turn // 8)
     for _ in range(args.turns):
         history = history + random_prompts(rng, engine, 1, of_turn - answer)[0]
@@ -280,7 +282,7 @@ async def latent_part(bench: Bench) -> None:
         if ms is None:
             print(f"{shape} is left out: there are no graphs to replay, or no room")
             continue
-        floor = 1e3 * decode.decode_bytes(c, rows, context) / bench.bandwidth
+        floor = 1e3 * decode_bytes(c, rows, context) / bench.bandwidth
         label = f"{Path(shape).name}, {rows} x {context}"
         bench.figures.append(Figure(label, ms, "ms/step"))
         bench.figures.append(Figure(f"{label}, over the floor", ms / floor, "x", at_most=MOST_OF_LATENT))

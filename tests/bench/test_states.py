@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
 from pathlib import Path
@@ -9,7 +10,7 @@ from pathlib import Path
 import gpu_common
 import pytest
 import states
-from gpu_common import layer_parameters, read_model
+from gpu_common import layer_parameters, model_directory, read_model
 
 from asyncengine.kernels.ops import StateSpec
 from tests.models import tiny
@@ -17,7 +18,7 @@ from tests.models import tiny
 
 @pytest.fixture
 def bench(tmp_path: Path) -> states.Bench:
-    args = states.argparse.Namespace(device="cpu", layers=None)
+    args = argparse.Namespace(device="cpu", layers=None)
     return states.Bench(args, 1e9, tmp_path)
 
 
@@ -25,7 +26,7 @@ def bench(tmp_path: Path) -> states.Bench:
 def test_a_shape_that_does_not_fit_loses_whole_periods(
     bench: states.Bench, shape: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    raw = json.loads((states.model_directory(shape) / "config.json").read_text())
+    raw = json.loads((model_directory(shape) / "config.json").read_text())
     monkeypatch.setattr(states, "device_memory", lambda device: 200 << 30)
     assert read_model(states.fitted(bench, shape, 8, 1024)) == read_model(shape)
     room = 12 << 30

@@ -140,10 +140,10 @@ class WeightSource:
 
     def head(self, module: str, rows: int, width: int, *, cut: Cut = "whole") -> PackedWeight:
         """The matrix of a head that is no embedding, packed if heads are to be."""
+        if self._head_form is None:
+            return self.table(module, rows, width, cut=cut)
         before = self._tensors.owned_bytes
         whole = self.table(module, rows, width, cut=cut)
-        if self._head_form is None:
-            return whole
         packed = self.packed_head(whole)
         self._tensors.release(whole.tensors["weight"], before)
         return self._tensors.keep(packed)
