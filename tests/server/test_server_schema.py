@@ -140,6 +140,9 @@ seen: Counter[tuple[str, int]] = Counter()
 narrow, whole = loaded(narrowed()), loaded(SERVED)
 TWINS = ["/v1/responses/input_tokens", "/v1/messages/count_tokens", "/v1/score", "/v1/rerank", "/v2/rerank"]
 """Routes whose bodies another route has too, and that are checked by the same code."""
+LARGE = ["/v1/completions", "/v1/messages", "/v1/responses"]
+"""Routes whose bodies have so many fields that all examples take a quarter of a minute; chat is left as the one of all
+runs."""
 
 
 @pytest.fixture(scope="module")
@@ -168,12 +171,20 @@ def test_every_answer_is_as_described(case: schemathesis.Case, server: Threaded)
     seen[case.operation.path, check(case, server)] += 1
 
 
-@whole.exclude(path=TWINS).parametrize()
+@whole.exclude(path=[*TWINS, *LARGE]).parametrize()
 @by_operation
 @examples(1, Phase.explicit)
 def test_any_request_that_the_description_allows_is_answered_as_described(
     case: schemathesis.Case, server: Threaded
 ) -> None:
+    check(case, server)
+
+
+@pytest.mark.exhaustive
+@whole.include(path=LARGE).parametrize()
+@by_operation
+@examples(1, Phase.explicit)
+def test_any_request_with_a_large_body_is_answered_as_described(case: schemathesis.Case, server: Threaded) -> None:
     check(case, server)
 
 
