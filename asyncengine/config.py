@@ -92,7 +92,7 @@ class EngineConfig:
     on a GPU, gives weights a scale for each output channel, and rounds activations row by row, for families with RMS
     norms before the blocks and SiLU, as Llama, Mistral, Qwen and Phi, in bfloat16."""
     head_quantization: Literal["none", "int8", "fp8"] = "none"
-    """Rounding of the head at load, whatever the layers are: weights take 8 bits in groups of 128 columns, and inputs
+    """Rounding of the head at load. Whatever the layers are, weights take 8 bits in groups of 128 columns, and inputs
     stay as they are. An embedding that the head is tied to stays as it is, beside a head of its own."""
     measure_quantization: bool = False
     """Run a text through the model before it is loaded, and log by how much rounding changes the results of its
@@ -153,7 +153,7 @@ class EngineConfig:
     the model is loaded: the checkpoint's, or such that keys and values of a fixed prompt of random tokens have room to
     be twice as large. A GPU needs compute capability 8.9 or newer."""
     state_dtype: Literal["float32", "bfloat16"] = "float32"
-    """Type of the states of recurrences (Mamba-2, gated DeltaNet). bfloat16 takes half the memory, and every token
+    """Type of recurrent states. Mamba-2 and gated DeltaNet have them. bfloat16 takes half the memory, and every token
     rounds the state to it."""
     state_snapshot_tokens: int = 4096
     """Tokens between the states that the prefix cache keeps of a long prompt, rounded up to whole blocks. It also
