@@ -36,12 +36,6 @@ class ModelInfo:
     """States that there is room for, of sequences and of snapshots; 0: no layer keeps a state."""
     window: int = 0
     """Tokens that the layers see, the most that one does, where every layer has a window; 0: a layer sees all."""
-    window_groups: int = 0
-    """Groups of layers that see ``group_window`` tokens, each with blocks of its own, where others see all; 0: a block
-    holds all layers."""
-    group_window: int = 0
-    window_blocks: int = 0
-    """Blocks that such a group holds of one sequence at most."""
     can_decode_on_host: bool = False
     """True if threads of the host can attend for sequences of this model (EngineConfig.hybrid_attention)."""
     host_obstacle: str = ""
@@ -68,13 +62,5 @@ class ModelInfo:
         return self.kv_bytes_per_block / (self.block_size * max(1, self.num_kv_layers))
 
     @property
-    def kv_capacity_sequences(self) -> float:
-        """Sequences of max_model_len tokens that the cache holds at the same time."""
-        windows = self.window_groups * min(self.max_model_len, self.window_blocks * self.block_size)
-        return self.num_kv_blocks * self.block_size / (self.max_model_len + windows)
-
-    @property
     def kv_capacity_tokens(self) -> int:
-        """Tokens of the longest sequence that the cache holds."""
-        alike = self.num_kv_blocks // (1 + self.window_groups)
-        return max(alike, self.num_kv_blocks - self.window_groups * self.window_blocks) * self.block_size
+        return self.num_kv_blocks * self.block_size

@@ -107,8 +107,7 @@ def _lines(report: ModelReport) -> Iterable[str]:
         yield f"  projections      {form}"
     if report.head_format:
         yield f"  head             {report.head_format}"
-    a_sequence = f"{_size(report.kv_bytes_per_sequence)} a sequence of {report.context:,}"
-    yield f"  keys and values  {_size(report.kv_bytes_per_token)} a token, at most {a_sequence}"
+    yield f"  keys and values  {_size(report.kv_bytes_per_token)} a token"
     if report.state_bytes_per_sequence:
         size, snapshots = report.state_bytes_per_sequence, report.state_snapshots or 0
         kept = f"{snapshots:,} snapshots, {_size(snapshots * size)}"

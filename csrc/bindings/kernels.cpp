@@ -199,20 +199,12 @@ void bind_step_batch(py::module_& m) {
           py::keep_alive<0, 1>())
       .def(
           "block_table",
-          [](const py::object& owner, int32_t row, py::ssize_t num_blocks, int32_t group) {
+          [](const py::object& owner, int32_t row, py::ssize_t num_blocks) {
             const StepBatch& batch = owner.cast<const StepBatch&>();
-            if (row < 0 || row >= batch.num_rows || group < 0 || group >= batch.num_groups()) throw py::index_error("no such row");
-            return py::array_t<int32_t>(num_blocks, batch.tables_of(group)[row], owner);
+            if (row < 0 || row >= batch.num_rows) throw py::index_error("no such row");
+            return py::array_t<int32_t>(num_blocks, batch.block_tables[static_cast<size_t>(row)], owner);
           },
-          py::arg("row"), py::arg("num_blocks"), py::arg("group") = 0)
-      .def(
-          "slots_of",
-          [](const py::object& owner, int32_t group) {
-            const StepBatch& batch = owner.cast<const StepBatch&>();
-            if (group < 0 || group >= batch.num_groups()) throw py::index_error("no such group");
-            return py::array_t<int64_t>(batch.num_tokens, batch.slots_of(group), owner);
-          },
-          py::arg("group"));
+          py::arg("row"), py::arg("num_blocks"));
 }
 
 }  // namespace
@@ -265,14 +257,12 @@ void bind_cpu_kernels(py::module_& m) {
            py::arg("dt_range"), py::arg("norm_before_gate"), py::arg("half_states"));
 
   py::class_<PagedKV>(m, "PagedKV")
-      .def(py::init(
-               [](Address k, Address v, int64_t num_kv_heads, int64_t head_dim, int64_t block_size, Address scales, int32_t group) {
-                 require(block_size >= 16 && block_size % 16 == 0, "block_size must be a multiple of 16");
-                 require(num_kv_heads >= 1 && head_dim >= 1, "num_kv_heads and head_dim must be at least 1");
-                 return PagedKV{pointer(k), pointer(v), num_kv_heads, head_dim, block_size, group, pointer<const float>(scales)};
-               }),
-           py::arg("k"), py::arg("v"), py::arg("num_kv_heads"), py::arg("head_dim"), py::arg("block_size"), py::arg("scales") = 0,
-           py::arg("group") = 0);
+      .def(py::init([](Address k, Address v, int64_t num_kv_heads, int64_t head_dim, int64_t block_size, Address scales) {
+             require(block_size >= 16 && block_size % 16 == 0, "block_size must be a multiple of 16");
+             require(num_kv_heads >= 1 && head_dim >= 1, "num_kv_heads and head_dim must be at least 1");
+             return PagedKV{pointer(k), pointer(v), num_kv_heads, head_dim, block_size, pointer<const float>(scales)};
+           }),
+           py::arg("k"), py::arg("v"), py::arg("num_kv_heads"), py::arg("head_dim"), py::arg("block_size"), py::arg("scales") = 0);
 
   py::class_<CpuKernels, std::shared_ptr<CpuKernels>>(m, "CpuKernels")
       .def(py::init([](int num_threads, const std::string& isa) { return make_process_owned<CpuKernels>(num_threads, isa); }),

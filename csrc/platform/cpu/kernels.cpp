@@ -252,7 +252,7 @@ void CpuKernels::store_tokens(Dtype dtype, const NewKV& fresh, const PagedKV& ca
 
 void CpuKernels::store_new(Dtype dtype, const NewKV& fresh, const PagedKV& cache, const StepBatch& batch, int64_t token,
                            int64_t head) const {
-  const int64_t at = head * cache.head_dim, slot = batch.slots_of(cache.group)[token];
+  const int64_t at = head * cache.head_dim, slot = batch.slot_mapping[static_cast<size_t>(token)];
   if (slot < 0) return;  // a host row's
   const int64_t dim = cache.head_dim, size = cache.block_size;
   const int64_t first = (slot / size * cache.num_kv_heads + head) * dim * size;
@@ -271,7 +271,7 @@ void CpuKernels::store_new(Dtype dtype, const NewKV& fresh, const PagedKV& cache
 // Tiles of queries × heads of a group per KV head; a single decode token's partitions are spread over items of their
 // own when there would be too few items otherwise. The key and value of a token that only one item per KV head reads
 // are stored by that item: rows that share blocks share what earlier steps have written.
-void CpuKernels::plan_attention(const AttentionTask& task, const StepBatch& batch, int64_t tokens, const int32_t* const* tables) {
+void CpuKernels::plan_attention(const AttentionTask& task, const StepBatch& batch, int64_t tokens) {
   items_.clear();
   split_rows_.clear();
   stored_apart_.clear();
@@ -290,7 +290,7 @@ void CpuKernels::plan_attention(const AttentionTask& task, const StepBatch& batc
       const int64_t position = batch.context_len[r] + tile;
       const int64_t first_key = task.window > 0 ? std::max<int64_t>(0, position - task.window + 1) : 0;
       AttentionItem item{
-          .block_table = tables[r],
+          .block_table = batch.block_tables[r],
           .first_token = first_token + tile,
           .first_position = position,
           .num_queries = static_cast<int32_t>(count),
@@ -374,7 +374,7 @@ void CpuKernels::attention(Dtype dtype, const void* heads, int64_t num_q_heads, 
 
 void CpuKernels::attend(Dtype dtype, const AttentionTask& task, int64_t tokens, const PagedKV& cache, const StepBatch& batch,
                         const NewKV* fresh) {
-  plan_attention(task, batch, tokens, batch.tables_of(cache.group));
+  plan_attention(task, batch, tokens);
   if (fresh != nullptr) store_tokens(dtype, *fresh, cache, batch, stored_apart_);
   reserve_scratch(attention_scratch_floats(task.head_dim));
   pool_.parallel_for(static_cast<int64_t>(items_.size()), [&](int64_t index, int thread) {

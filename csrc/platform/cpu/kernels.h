@@ -80,7 +80,6 @@ struct PagedKV {
   void* k;  // [num_blocks, num_kv_heads, head_dim, block_size]
   void* v;  // [num_blocks, num_kv_heads, block_size, head_dim]
   int64_t num_kv_heads, head_dim, block_size;
-  int32_t group = 0;              // of the layer: StepBatch::tables_of()
   const float* scales = nullptr;  // of KVScales: keys and values are Float8; null: they are in the dtype of a call
 };
 
@@ -176,7 +175,7 @@ class CpuKernels {
   void multiply_experts(bool up, void* x, void* y, bool y_float32, Prepare&& prepare);
   void sum_results(const float* results, const float* weights, int64_t first_pair, int64_t top_k, int64_t width, Dtype dtype,
                    void* y) const;
-  void plan_attention(const AttentionTask& task, const StepBatch& batch, int64_t tokens, const int32_t* const* tables);
+  void plan_attention(const AttentionTask& task, const StepBatch& batch, int64_t tokens);
   // fresh is stored on the way; null: all keys and values are there.
   void attend(Dtype dtype, const AttentionTask& task, int64_t tokens, const PagedKV& cache, const StepBatch& batch,
               const NewKV* fresh);
