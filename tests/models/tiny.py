@@ -103,11 +103,6 @@ class Batch:
     needs: int = 0
     num_lanes: int = 0
 
-    def slots_of(self, group: int) -> npt.NDArray[np.int64]:
-        """Places in the cache of a group of layers, of which there is one here."""
-        assert group == 0
-        return self.slot_mapping
-
     @property
     def num_tokens(self) -> int:
         return len(self.input_ids)
