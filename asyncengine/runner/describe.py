@@ -165,7 +165,7 @@ def describe_model(config: EngineConfig, device: str, memory_bytes: int | None =
         else:
             form: Any = "dummy" if config.load_format == "dummy" or not has_weights else "auto"
             # The tables of rotary positions are as long as the context: here there is no use for one.
-            probe = replace(config, model=str(path), load_format=form, dtype=name, max_model_len=1)
+            probe = replace(config, model=str(path), load_format=form, dtype=name, max_model_len=1, device=device)
             loaded = load_model(probe, _NoOps(on_gpu=device == "cuda"))
             model, num_parameters, weight_bytes = loaded.config, loaded.num_parameters, loaded.owned_bytes
             formats = tuple(

@@ -275,6 +275,16 @@ def test_states_in_bfloat16_are_half_as_large_and_rounded_behind_each_token(path
         CpuModelRunner.load(EngineConfig.from_kwargs(str(paths["lfm2"]), half))
 
 
+def test_states_on_the_host_count_in_a_description(paths, monkeypatch):
+    """A description refuses what an engine would: states that take more than half of the memory, if they are there."""
+    config = EngineConfig.from_kwargs(str(paths["hybrid"]), {"max_num_seqs": 64})
+    size = describe_model(config, "cuda", memory_bytes=1 << 30).state_bytes_per_sequence or 0
+    monkeypatch.setattr("asyncengine.runner.steps.model_runner.total_memory", lambda: 2 * 64 * size)
+    with pytest.raises(ConfigError, match="max_num_seqs"):
+        describe_model(config, "cpu", memory_bytes=1 << 30)
+    assert describe_model(config, "cuda", memory_bytes=1 << 30).way == "native"
+
+
 def test_snapshots_have_a_share_of_the_memory(paths):
     """Plenty of memory holds as many as sequences, less holds fewer, and there is always one."""
     config = EngineConfig.from_kwargs(str(paths["hybrid"]), {"max_num_seqs": 64})

@@ -174,7 +174,8 @@ def load_model(
     check_layers(config, architecture, model_config, ops.device.type)
     shard = Shard(rank, config.tensor_parallel_size)
     max_model_len = choose_max_model_len(config, model_config)
-    _check_memory_beside_cache(config, model_config, max_model_len, on_gpu=ops.device.type != "cpu")
+    on_gpu = "cpu" not in (ops.device.type, config.device)  # operations that compute nothing have the device "meta"
+    _check_memory_beside_cache(config, model_config, max_model_len, on_gpu=on_gpu)
     dtype = dtype_of(config, architecture, family, raw, ops.device)
     # The kernels of --quantization fp8, which are faster, where they can serve the model.
     gpu = getattr(ops, "gpu", None)
