@@ -26,6 +26,7 @@ from asyncengine.kernels.ops import JointSpec, KVSpec, LatentSpec, PagedSpec, St
 from asyncengine.models.config import ModelConfig, RawConfig
 from asyncengine.models.mixer_shapes import Delta
 from asyncengine.models.registry import find_family
+from asyncengine.runner.state.memory import state_bytes
 
 SHAPES_DIR = Path(__file__).parent / "shapes"
 SHAPES = ("gpt2", "qwen3-0.6b", "llama-3.1-8b")
@@ -144,11 +145,6 @@ def kv_bytes_per_token(c: ModelConfig, kv_cache_dtype: str = "auto") -> int:
     """Keys and values, or latents, of all layers that keep some."""
     paged = [spec for spec in c.cache_parts if isinstance(spec, KVSpec | LatentSpec)]
     return sum(spec.planes * spec.width for spec in paged) * (1 if kv_cache_dtype == "fp8" else ELEMENT_BYTES)
-
-
-def state_bytes(c: ModelConfig) -> int:
-    """Count the bytes of a sequence's states in all layers. A step reads and writes them once."""
-    return sum(spec.num_bytes for spec in c.cache_parts if isinstance(spec, StateSpec))
 
 
 def _seen_layers(c: ModelConfig) -> list[PagedSpec]:

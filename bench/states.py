@@ -43,7 +43,6 @@ from gpu_common import (
     opened,
     random_prompts,
     read_model,
-    state_bytes,
 )
 
 from asyncengine import AsyncEngine
@@ -53,6 +52,7 @@ from asyncengine.cli.embed import loop_factory
 from asyncengine.kernels.ops import StateSpec
 from asyncengine.machine import available_memory
 from asyncengine.models.config import ModelConfig
+from asyncengine.runner.state.memory import state_bytes
 
 SHAPES = ("qwen3.5-9b", "qwen3.6-35b-a3b", "granite-4-h-small", "nemotron-3-nano-30b")
 LATENT_SHAPE = "glm-4.7-flash"

@@ -23,9 +23,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     from asyncengine.runner.convert import convert
 
-    print(f"{'projection':<60} {'group':>5} {'of weights':>11} {'of results':>11}   relative errors")
-    weights, results = [], []
+    weights: list[float] = []
+    results: list[tuple[float, str]] = []
     for module, group, error, result_error in convert(args.model, args.out, args.quantization, revision=args.revision):
+        if not weights:
+            print(f"{'projection':<60} {'group':>5} {'of weights':>11} {'of results':>11}   relative errors")
         shown = "no input" if result_error is None else f"{100 * result_error:.3f}%"
         print(f"{module:<60} {group:>5} {100 * error:>10.3f}% {shown:>11}", flush=True)
         weights.append(error)

@@ -231,8 +231,7 @@ class _PlanOps(CudaOps):
         scale: float = 1.0,
     ) -> Tensor:
         rows = len(batch.step.sample_index)
-        greedy = handle.site(rows, residual.x.dtype, norm, "argmax")
-        if not batch.needs and rows > 1 and self.gpu.tma and handle.format.takes_tma(greedy):
+        if self.greedy_site(residual, norm, handle, batch) is not None:
             self._note("greedy head", handle, residual.x, rows, norm, "argmax")
         else:
             self._note("head", handle, residual.x, rows, norm, None)

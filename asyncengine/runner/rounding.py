@@ -29,7 +29,8 @@ from asyncengine.errors import ModelNotFoundError
 from asyncengine.kernels.cpu.reference import ReferenceLinear, ReferenceOps
 from asyncengine.kernels.float8 import Quantization, quantize
 from asyncengine.kernels.grouped import round_to_groups, unpack
-from asyncengine.kernels.weight import INT4, INT8, PackedWeight
+from asyncengine.kernels.weight import PackedWeight
+from asyncengine.models.weights.formats.at_load import at_load
 from asyncengine.models.weights.formats.base import Dense, TensorSource
 from asyncengine.models.weights.shard import Part
 from asyncengine.runner.state.kv_scales import fixed_prompt, one_prompt
@@ -172,4 +173,4 @@ def rounded(weight: Tensor, quantization: Quantization) -> Tensor:
     """A weight [N, K] as it is after rounding, in float32."""
     if quantization == "fp8":
         return quantize(weight).dequantize()
-    return unpack(round_to_groups(INT4 if quantization == "int4" else INT8, weight))
+    return unpack(round_to_groups(at_load(quantization).packed, weight))

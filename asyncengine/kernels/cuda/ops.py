@@ -24,7 +24,7 @@ from asyncengine.kernels.cuda.launch.programmatic import TmaOptions
 from asyncengine.kernels.cuda.linear.choose import Choices
 from asyncengine.kernels.cuda.linear.formats.base import Matrix, as_tensor
 from asyncengine.kernels.cuda.linear.handle import CudaLinear, pack
-from asyncengine.kernels.cuda.linear.plan import Plan, fused_activation
+from asyncengine.kernels.cuda.linear.plan import Plan, Site, fused_activation
 from asyncengine.kernels.cuda.linear.project import Projections
 from asyncengine.kernels.cuda.linear.residual import Residual
 from asyncengine.kernels.cuda.linear.tables import PlanTable
@@ -286,6 +286,14 @@ class CudaOps:
             return residual.settle() if index is None else residual.settle().index_select(0, index)
         return residual.read_by_kernel(norm, index, pdl=self.options.pdl)
 
+    def greedy_site(self, residual: Residual, norm: Norm | None, handle: CudaLinear, batch: CudaBatch) -> Site | None:
+        """Return the site of a head whose rows need their greatest logits alone, if some plan gives ranks for it."""
+        rows = len(batch.step.sample_index)
+        if batch.needs or not self.gpu.tma or rows <= 1:
+            return None
+        site = handle.site(rows, residual.x.dtype, norm, "argmax")
+        return site if handle.format.takes_tma(site) else None
+
     def logits(
         self,
         residual: Residual,
@@ -298,8 +306,7 @@ class CudaOps:
         """Return logits for ``sample``. A greedy batch gets ranks, if there is a plan for them, and neither scale nor
         cap, which keep the order."""
         index, dtype, pdl = batch.step.sample_index, residual.x.dtype, self.options.pdl
-        greedy = handle.site(len(index), dtype, norm, "argmax")
-        if not batch.needs and self.gpu.tma and len(index) > 1 and handle.format.takes_tma(greedy):
+        if (greedy := self.greedy_site(residual, norm, handle, batch)) is not None:
             plan = self.choices.plan(greedy)
             if plan.kind == "tma":
                 return Ranks(self._projections.ranks(self.hidden(residual, norm, batch), handle, plan))

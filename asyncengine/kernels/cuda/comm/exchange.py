@@ -46,7 +46,7 @@ class Exchange:
     gathered: Tensor
     """Bytes for the logits of all ranks."""
     together: Tensor
-    """int32 [1]: 0 while this GPU runs steps alone, and waits for nobody"""
+    """int32 [1]: 0 while this GPU runs steps alone, or when it was released, and waits for nobody"""
     never: Tensor
     """int32 [1]: 0, in place of the host's word where there is none"""
     addresses: Tensor

@@ -34,6 +34,15 @@ def set_flag(flag, value):
 
 
 @triton.jit
+def still_waits(released, together):
+    """Ask the host whether to wait on. After a no, no later wait of this GPU looks for as long."""
+    waits = tl.load(released, volatile=True) == 0
+    if not waits:
+        tl.store(together, 0)
+    return waits
+
+
+@triton.jit
 def await_flag(flag, value, together, addresses, RANKS: tl.constexpr):
     """Wait until a flag has come to this value, or nobody is to wait any more. Values may wrap around."""
     released = peer(addresses, RELEASED, 0, RANKS, tl.int32)
@@ -44,6 +53,4 @@ def await_flag(flag, value, together, addresses, RANKS: tl.constexpr):
         seen = tl.atomic_add(flag, 0, sem="acquire", scope="sys")
         looks += 1
         if looks % PATIENCE == 0:
-            waits = tl.load(released, volatile=True) == 0
-            if not waits:
-                tl.store(together, 0)  # no later wait looks for as long
+            waits = still_waits(released, together)

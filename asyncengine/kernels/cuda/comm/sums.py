@@ -29,6 +29,7 @@ from asyncengine.kernels.cuda.comm.peers import (
     await_flag,
     peer,
     set_flag,
+    still_waits,
 )
 from asyncengine.kernels.cuda.launch.compiling import kernel
 from asyncengine.kernels.cuda.launch.programmatic import start_next, wait
@@ -58,9 +59,7 @@ def _receive(packets, inside, call, together, addresses, RANKS: tl.constexpr):
         missing = tl.max((((found >> 32).to(tl.int32) != call) & inside).to(tl.int32), 0)
         looks += 1
         if looks % PATIENCE == 0:
-            waits = tl.load(released, volatile=True) == 0
-            if not waits:
-                tl.store(together, 0)  # no later wait looks for as long
+            waits = still_waits(released, together)
     return found
 
 
