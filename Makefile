@@ -34,7 +34,7 @@ NATIVE := $(shell find csrc -type f) CMakeLists.txt pyproject.toml constraints.t
 FORMATTED = $(shell find csrc tests/native -name '*.cpp' -o -name '*.h' -o -name '*.inl')
 SANITIZED = $(BIN)/cmake -S . -B build/$(1) -G Ninja -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN))/ninja \
 	-DCMAKE_BUILD_TYPE=Debug -DCMAKE_CXX_FLAGS=$(3) -DASYNCENGINE_TESTS=ON -DASYNCENGINE_WERROR=ON -DASYNCENGINE_UNITY=ON \
-	-DASYNCENGINE_SANITIZE=$(2) >/dev/null && $(BIN)/cmake --build build/$(1)
+	-DASYNCENGINE_LOCAL=ON -DASYNCENGINE_SANITIZE=$(2) >/dev/null && $(BIN)/cmake --build build/$(1)
 
 PYTEST = $(BIN)/pytest --numprocesses $$(($$(nproc) + 1)) --maxprocesses 8 --max-worker-restart 0 --dist loadfile --no-loadscope-reorder
 
@@ -55,8 +55,8 @@ $(MADE):
 
 # Without its dependencies, which $(PACKAGES) has: their downloads then show their progress.
 $(CORE): $(NATIVE) | $(MADE)
-	$(call step,'Compiling the C++ core (3 minutes of one processor)',\
-		PIP_CONSTRAINT=constraints.txt $(BIN)/pip install --verbose --no-deps --editable .)
+	$(call step,'Compiling the C++ core (2 to 5 minutes of one processor)',\
+		PIP_CONSTRAINT=constraints.txt $(BIN)/pip install --verbose --no-deps --config-settings=cmake.define.ASYNCENGINE_LOCAL=ON --editable .)
 	@touch $@
 
 # What pyproject.toml names, so that it can be installed while the core is compiled (make -j2).

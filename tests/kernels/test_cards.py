@@ -52,7 +52,7 @@ for name, kernel in compiled.items():
 """
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("gpu", "quantization"), [(L40S, "fp8"), (A100, "none"), (H200, "none"), (H200, "fp8")], ids=str
 )

@@ -19,8 +19,9 @@ from asyncengine.runner.steps.model_runner import CpuModelRunner, load_model
 from tests.models import tiny
 
 COUNT = 20
-# The native kernels are tested wherever they are built; the reference shows which side is wrong.
-KERNELS = ["reference", "native"] if importlib.util.find_spec("asyncengine._core") else ["reference"]
+# The native kernels are tested wherever they are built; the reference then shows which side is wrong.
+NATIVE = importlib.util.find_spec("asyncengine._core") is not None
+KERNELS = [pytest.param("reference", marks=pytest.mark.exhaustive), "native"] if NATIVE else ["reference"]
 
 
 def load(path: Path, kernels: str, **config: object) -> CpuModelRunner:

@@ -99,7 +99,8 @@ async def test_a_small_request_does_not_wait_for_anothers_large_one(stream: bool
         serving(engine, max_sequences_per_request=2048) as site,
     ):
         _, writer = await site.connect()
-        large = {"prompt": [[300, 301]] * 512, "n": 4, "max_tokens": 16, "ignore_eos": True, "stream": stream}
+        # Slots free up every 2 s, so that a slow machine too queues prompts faster than they end.
+        large = {"prompt": [[300, 301]] * 512, "n": 4, "max_tokens": 1000, "ignore_eos": True, "stream": stream}
         writer.write(raw_post(COMPLETIONS, large))
         while len(engine._life.requests) < 400:  # noqa: ASYNC110
             await asyncio.sleep(0.001)
