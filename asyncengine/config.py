@@ -151,7 +151,7 @@ class EngineConfig:
     """Type of keys and values. auto takes the model's dtype. fp8 keeps them in float8 (e4m3), with a scale for each KV
     head of a layer: twice the tokens of bfloat16 in the same memory, four times those of float32. Scales are fixed when
     the model is loaded: the checkpoint's, or such that keys and values of a fixed prompt of random tokens have room to
-    be twice as large. A GPU needs compute capability 8.9 or newer."""
+    be twice as large. Latents have scales of the latter kind. A GPU needs compute capability 8.9 or newer."""
     state_dtype: Literal["float32", "bfloat16"] = "float32"
     """Type of recurrent states. Mamba-2 and gated DeltaNet have them. bfloat16 takes half the memory, and every token
     rounds the state to it."""

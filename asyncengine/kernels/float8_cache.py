@@ -1,5 +1,7 @@
 """Keys and values in float8 (e4m3): a layer's KV head has a scale for its keys and another for its values.
 
+A layer that keeps latents has a scale for these and another for their rotated keys, as if it had one KV head.
+
     k[token, head, i] ≈ stored[token, head, i] * scale[keys, head]        v likewise
 
 Scales are fixed before the first token is stored, so that what is stored of a token depends on that token alone. They

@@ -143,6 +143,9 @@ class LayerLatentCache(NamedTuple):
 
     latents: Tensor
     """[num_blocks, block_size, width]"""
+    scales: Tensor | None = None
+    """float32 [2, 2, 1], of latents and of rotated keys in float8 (float8_cache.py): scales, then their inverses. None:
+    both are in the model's dtype."""
 
 
 class LayerStates(NamedTuple):

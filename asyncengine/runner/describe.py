@@ -120,7 +120,7 @@ def _describe(name: str, family: Family) -> FamilyReport:
         architecture=name,
         model_types=family.model_types,
         fp8_weights=family.quantizable,
-        float8_cache=model.has_alike_layers and not model.positions_in_keys,
+        float8_cache=not memory.float8_obstacle(model),
         prefix_cache=True,
         host_tier=True,
         disk_tier=not has_state,

@@ -122,7 +122,7 @@ def plan_steps(config: EngineConfig, gpu: Gpu) -> list[BucketPlan]:
     ops = _PlanOps(_NOWHERE, cuda_options(config, gpu))
     loaded = load_model(config, ops)
     steps = []
-    ops.sums = loaded.ranks > 1
+    ops.sums, ops.float8_cache = loaded.ranks > 1, config.float8_cache
     caches = without_memory(loaded.config, _NOWHERE)
     kinds = attention_kinds(loaded.config, loaded.dtype, float8_cache=config.float8_cache)
     limits = attention_limits(config, loaded.max_model_len)
@@ -141,6 +141,7 @@ class _PlanOps(CudaOps):
     step: BucketPlan
     sums: bool = False
     """Ranks add up what goes to the residual, in a kernel behind the product."""
+    float8_cache: bool = False
     _heads: Tensor | None = None
     """heads of the attention before"""
 
@@ -216,9 +217,12 @@ class _PlanOps(CudaOps):
         self, q: Tensor, q_rope: Tensor, rows: Tensor, layer: LatentLayer, cache: LayerLatentCache, batch: CudaBatch
     ) -> Tensor:
         step = batch.step
-        plan = choose_plan(step.num_rows, step.num_tokens, layer.num_heads, q.dtype, self.gpu.multiprocessors)
-        if str(plan) not in self.step.attention:
-            self.step.attention.append(str(plan))
+        plan = choose_plan(
+            step.num_rows, step.num_tokens, layer.num_heads, q.dtype, self.gpu.multiprocessors, float8=self.float8_cache
+        )
+        words = f"{plan}; latents in float8" if self.float8_cache else str(plan)
+        if words not in self.step.attention:
+            self.step.attention.append(words)
         return q
 
     def logits(

@@ -15,6 +15,8 @@ from asyncengine.kernels.cuda.attention.latent import LatentPlan, choose_plan, l
 from asyncengine.kernels.cuda.ops import CudaBatch, CudaOps, CudaOptions
 from asyncengine.kernels.cuda.step.tensors import allocate_step
 from asyncengine.kernels.cuda.trials import examine
+from asyncengine.kernels.float8 import FLOAT8
+from asyncengine.kernels.float8_cache import with_inverses
 from asyncengine.kernels.latent import LatentLayer
 from asyncengine.kernels.ops import LayerLatentCache
 from asyncengine.models.rotary import RopeConfig, rotary_table
@@ -29,7 +31,9 @@ COUNT = 8
 class Rows:
     """A step of rows [tokens before, tokens], of real sizes, and its attention by torch in float32."""
 
-    def __init__(self, heads: int, rows: list[tuple[int, int]], dtype: torch.dtype = torch.bfloat16) -> None:
+    def __init__(
+        self, heads: int, rows: list[tuple[int, int]], dtype: torch.dtype = torch.bfloat16, *, float8: bool = False
+    ) -> None:
         self.device, self.rows, blocks = torch.device("cuda"), rows, -(-CONTEXT // BLOCK_SIZE)
         tokens = sum(length for _, length in rows)
         self.step = allocate_step(len(rows), blocks, len(rows), tokens, self.device)
@@ -44,7 +48,9 @@ class Rows:
         scale = 256**-0.5
         gains = self.random(RANK, dtype=dtype)
         self.layer = LatentLayer(heads, RANK, ROPE, gains, 1e-6, self.cos_sin, scale)
-        self.cache = LayerLatentCache(self.random(table.numel(), BLOCK_SIZE, RANK + ROPE, dtype=dtype))
+        latents = self.random(table.numel(), BLOCK_SIZE, RANK + ROPE, dtype=dtype)
+        scales = with_inverses(torch.tensor([[2.0**-4], [2.0**-6]])).to(self.device) if float8 else None
+        self.cache = LayerLatentCache((16 * latents).to(FLOAT8) if float8 else latents, scales)
         self.q = self.random(tokens, heads, RANK, dtype=dtype)
         self.q_rope = self.random(tokens, heads, 256, dtype=dtype)[..., -ROPE:]
         self.new = self.random(tokens, 1344, dtype=dtype)[:, -(RANK + ROPE) :]
@@ -55,8 +61,9 @@ class Rows:
     def plan(self) -> LatentPlan:
         gpu = examine(self.device)
         return choose_plan(
-            self.step.num_rows, self.step.num_tokens, self.layer.num_heads, self.q.dtype, gpu.multiprocessors
-        )
+            self.step.num_rows, self.step.num_tokens, self.layer.num_heads, self.q.dtype, gpu.multiprocessors,
+            float8=self.cache.scales is not None,
+        )  # fmt: skip
 
     def run(self, plan: LatentPlan) -> Tensor:
         pdl = examine(self.device).dependent_launch
@@ -64,17 +71,23 @@ class Rows:
             self.q, self.q_rope.clone(), self.new, self.layer, self.cache, self.step, plan, pdl=pdl
         )  # fmt: skip
 
+    def known(self) -> Tensor:
+        """float32 [blocks, BLOCK_SIZE, RANK + ROPE]: the vectors that the cache holds."""
+        known = self.cache.latents.float()
+        if self.cache.scales is not None:
+            known[..., :RANK] *= self.cache.scales[0, 0]
+            known[..., RANK:] *= self.cache.scales[1, 0]
+        return known
+
     def by_torch(self) -> Tensor:
         """float32 [T, heads, RANK], of what ``run`` has stored; queries are rotated here."""
         positions = self.step.positions.long()
         cos, sin = self.cos_sin[positions][:, None].split(ROPE // 2, -1)
         a, b = self.q_rope.float().split(ROPE // 2, -1)
         turned = torch.cat((a * cos - b * sin, b * cos + a * sin), -1).to(self.q.dtype)
-        q, out, at = torch.cat((self.q, turned), -1).float(), [], 0
+        q, out, at, stored = torch.cat((self.q, turned), -1).float(), [], 0, self.known()
         for row, (before, length) in enumerate(self.rows):
-            known = (
-                self.cache.latents[self.step.slots.block_tables[row].long()].flatten(0, 1)[: before + length].float()
-            )
+            known = stored[self.step.slots.block_tables[row].long()].flatten(0, 1)[: before + length]
             scores = torch.einsum("qhw,kw->hqk", q[at : at + length], known) * self.layer.scale
             hidden = torch.ones(length, before + length, dtype=torch.bool, device=self.device).triu(before + 1)
             weights = scores.masked_fill(hidden, -torch.inf).softmax(-1)
@@ -89,10 +102,14 @@ class Rows:
         a, b = x[:, RANK:].split(half, -1)
         normed = torch.nn.functional.rms_norm(x[:, :RANK], (RANK,), self.layer.norm_weight.float(), 1e-6)
         expected = torch.cat((normed, a * cos - b * sin, b * cos + a * sin), -1)
-        stored = self.cache.latents.view(-1, RANK + ROPE)[self.step.slot_mapping].float()
-        torch.testing.assert_close(stored, expected, atol=2e-2, rtol=1e-2)
+        stored = self.known().view(-1, RANK + ROPE)[self.step.slot_mapping]
+        float8 = self.cache.scales is not None
+        torch.testing.assert_close(stored, expected, atol=2e-2, rtol=1 / 15 if float8 else 1e-2)
 
 
+needs_float8 = pytest.mark.skipif(
+    torch.cuda.is_available() and torch.cuda.get_device_capability() < (8, 9), reason="float8 needs 8.9"
+)
 STEPS = {
     "a row": [(1000, 1)],
     "an empty row": [(0, 1)],
@@ -113,6 +130,20 @@ def exact_products() -> None:
 @torch.inference_mode()
 def test_attention_of_real_shapes(name: str, heads: int) -> None:
     rows = Rows(heads, STEPS[name])
+    got = rows.run(rows.plan())
+    rows.check_stored()
+    expected = rows.by_torch()
+    error = float((got.float() - expected).std() / expected.std())
+    assert error < 0.01, (str(rows.plan()), error)
+
+
+@needs_float8
+@pytest.mark.parametrize("heads", [20, 128])
+@pytest.mark.parametrize("name", STEPS)
+@torch.inference_mode()
+def test_attention_of_real_shapes_over_float8(name: str, heads: int) -> None:
+    """Attention is exact over the stored numbers, but for the roundings of queries and weights to 16 bits."""
+    rows = Rows(heads, STEPS[name], float8=True)
     got = rows.run(rows.plan())
     rows.check_stored()
     expected = rows.by_torch()
@@ -167,6 +198,14 @@ async def generate(path: Path, **config: Any) -> list[Any]:
 def test_tokens_in_float32_are_those_of_the_cpu(checkpoint: Path, eager: bool) -> None:
     expected = asyncio.run(generate(checkpoint, device="cpu", dtype="float32"))
     got = asyncio.run(generate(checkpoint, device="cuda", dtype="float32", enforce_eager=eager))
+    assert [one.token_ids for one in got] == [one.token_ids for one in expected]
+
+
+@needs_float8
+def test_tokens_of_latents_in_float8_are_those_of_the_cpu(checkpoint: Path) -> None:
+    """In float32, where only float8 rounds; scales are made by the device."""
+    float8 = {"dtype": "float32", "kv_cache_dtype": "fp8"}
+    expected, got = (asyncio.run(generate(checkpoint, device=device, **float8)) for device in ("cpu", "cuda"))
     assert [one.token_ids for one in got] == [one.token_ids for one in expected]
 
 

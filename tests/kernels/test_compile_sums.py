@@ -44,6 +44,7 @@ compiled = install()
 import torch
 from asyncengine.kernels.cuda.attention.latent import choose_plan, latent_attention
 from asyncengine.kernels.cuda.step.tensors import allocate_step
+from asyncengine.kernels.float8 import FLOAT8
 from asyncengine.kernels.latent import LatentLayer
 from asyncengine.kernels.ops import LayerLatentCache
 
@@ -51,21 +52,27 @@ def random(*shape): return torch.zeros(shape, dtype=torch.bfloat16)
 
 for heads in (20, 128):
     layer = LatentLayer(heads, 512, 64, random(512), 1e-6, torch.zeros(8, 64), 0.1)
-    for rows, tokens in ((1, 1), (256, 256), (4, 64)):
+    for float8, rows, tokens in ((form, *sizes) for form in (False, True) for sizes in ((1, 1), (256, 256), (4, 64))):
         step, cache = allocate_step(rows, 8, rows, tokens, torch.device("cpu")), LayerLatentCache(random(1, 16, 576))
+        if float8:
+            cache = LayerLatentCache(cache.latents.to(FLOAT8), torch.ones(2, 2, 1))
         q, q_rope, new = random(tokens, heads, 512), random(tokens, heads, 256)[..., 192:], random(tokens, 1344)
-        plan = choose_plan(rows, tokens, heads, torch.bfloat16, 132)
+        plan = choose_plan(rows, tokens, heads, torch.bfloat16, 132, float8=float8)
         latent_attention(q, q_rope, new[:, 768:], layer, cache, step, plan, pdl=True)
 for name, kernel in compiled.items():
-    words = [word for word in ("wgmma", "mma.sync", "griddepcontrol.wait") if word in kernel.asm["ptx"]]
+    words = ("wgmma", "mma.sync", "griddepcontrol.wait", "cvt.rn.f16x2.e4m3x2", "cvt.rn.satfinite.e4m3x2")
+    words = [word for word in words if word in kernel.asm["ptx"]]
     print(":".join([name.split()[0], *words, *spills(kernel)]))
 """
 
 
 def test_attention_over_latents_compiles(tmp_path):
-    """The heads of GLM-4.7-Flash and DeepSeek-V3: one row, many, and a prompt; registers suffice."""
-    wait = "griddepcontrol.wait"
+    """The heads of GLM-4.7-Flash and DeepSeek-V3: one row, many, and a prompt; registers suffice. Kernels that read
+    float8 make float16 of it by the hardware's own instruction."""
+    wait, narrows, widens = "griddepcontrol.wait", "cvt.rn.satfinite.e4m3x2", "cvt.rn.f16x2.e4m3x2"
     assert set(run(tmp_path, "-c", LATENT)) == {
         *(f"{name}:{wait}" for name in ("_latent_store_kernel", "_latent_sum_kernel")),
+        f"_latent_store_kernel:{wait}:{narrows}",
         *(f"_latent_kernel:{words}:{wait}" for words in ("mma.sync", "wgmma")),
+        f"_latent_kernel:mma.sync:{wait}:{widens}",
     }

@@ -10,6 +10,8 @@ from torch import Tensor
 
 from asyncengine.kernels.cuda.attention.latent import LatentPlan, choose_plan, latent_attention
 from asyncengine.kernels.cuda.step.tensors import DeviceStep, allocate_step
+from asyncengine.kernels.float8 import FLOAT8
+from asyncengine.kernels.float8_cache import quantize_heads, with_inverses
 from asyncengine.kernels.latent import LatentLayer
 from asyncengine.kernels.ops import LayerLatentCache
 from asyncengine.models.rotary import RopeConfig, rotary_table
@@ -26,13 +28,18 @@ def random(*shape: int, seed: int, device: torch.device, dtype: torch.dtype = to
 class Case:
     """A step with rows of one token and of several, and tokens of no row behind them."""
 
-    def __init__(self, heads: int, rank: int, rope: int, device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(
+        self, heads: int, rank: int, rope: int, device: torch.device, dtype: torch.dtype, *, float8: bool = False
+    ) -> None:
         self.count = sum(length for _, length in ROWS)
         tokens = self.count + 3
         table = rotary_table(RopeConfig(dim=rope), rope, 64).to(device)
         weight = random(rank, seed=1, device=device, dtype=dtype)
         self.layer = LatentLayer(heads, rank, rope, weight, 1e-6, table, 0.3)
-        self.cache = LayerLatentCache(random(40, BLOCK_SIZE, rank + rope, seed=2, device=device, dtype=dtype))
+        latents = random(40, BLOCK_SIZE, rank + rope, seed=2, device=device, dtype=dtype)
+        # A power of two, and another number with which some numbers saturate.
+        scales = with_inverses(torch.tensor([[2.0**-6], [0.005]])).to(device) if float8 else None
+        self.cache = LayerLatentCache(latents.to(FLOAT8) if float8 else latents, scales)
         self.step = self._step(tokens, device)
         self.q = random(heads, tokens, rank, seed=3, device=device, dtype=dtype).transpose(0, 1)
         self.q_rope = random(tokens, heads, 2 * rope, seed=4, device=device, dtype=dtype)[..., rope:]
@@ -51,9 +58,17 @@ class Case:
                 at += 1
         return step
 
+    def stored(self) -> Tensor:
+        """float32 [blocks, BLOCK_SIZE, width]: what is in the cache."""
+        latents = self.cache.latents.float().clone()
+        if self.cache.scales is not None:
+            latents[..., : self.layer.rank] *= self.cache.scales[0, 0]
+            latents[..., self.layer.rank :] *= self.cache.scales[1, 0]
+        return latents
+
     def by_torch(self) -> Tensor:
         """float32 [count, heads, rank]"""
-        layer, latents = self.layer, self.cache.latents.float().clone().flatten(0, 1)
+        layer, latents = self.layer, self.stored().flatten(0, 1)
         rows, count, half = self.rows[: self.count].float(), self.count, layer.rope // 2
         cos, sin = layer.cos_sin[self.step.positions[:count].long()].split(half, 1)
 
@@ -63,7 +78,13 @@ class Case:
 
         normed = torch.nn.functional.rms_norm(rows[:, : layer.rank], (layer.rank,), layer.norm_weight.float(), 1e-6)
         keys = rotated(rows[:, layer.rank :], cos, sin)
-        latents[self.step.slot_mapping[:count]] = torch.cat((normed.to(self.q.dtype).float(), keys), 1)
+        normed = normed.to(self.q.dtype).float()
+        if self.cache.scales is not None:
+            normed, keys = (
+                quantize_heads(x[:, None], scale)[:, 0].float() * scale[0]
+                for x, scale in zip((normed, keys), self.cache.scales, strict=True)
+            )
+        latents[self.step.slot_mapping[:count]] = torch.cat((normed, keys), 1)
         turned = rotated(self.q_rope[:count].float(), cos[:, None], sin[:, None])
         q = torch.cat((self.q[:count].float(), turned), 2)
         out = []
@@ -100,6 +121,35 @@ def test_attention_is_that_of_torch(
     assert set(changed.tolist()) == set(case.step.slot_mapping[: case.count].tolist())
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("name", PLANS)
+@torch.inference_mode()
+def test_attention_over_float8_is_that_of_torch(device: torch.device, name: str, dtype: torch.dtype) -> None:
+    """The numbers in the cache are those that torch rounds, and attention is exact over them."""
+    case = Case(20, 32, 16, device, dtype, float8=True)
+    expected, before = case.by_torch(), case.stored()
+    got = latent_attention(case.q, case.q_rope, case.rows, case.layer, case.cache, case.step, PLANS[name])
+    assert got.dtype == dtype
+    exact = dtype == torch.float32
+    torch.testing.assert_close(got[: case.count].float(), expected, atol=1e-3 if exact else 5e-2, rtol=1e-3)
+    changed = (case.stored() != before).any(-1).flatten().nonzero().flatten()
+    assert set(changed.tolist()) == set(case.step.slot_mapping[: case.count].tolist())
+
+
+def test_caches_and_scales_that_do_not_fit_are_refused(device: torch.device) -> None:
+    exact, float8 = (Case(3, 24, 8, device, torch.float32, float8=float8) for float8 in (False, True))
+    for latents, scales, message in (
+        (exact.cache.latents, float8.cache.scales, "^latents must be"),
+        (float8.cache.latents, None, "^latents must be"),
+        (float8.cache.latents, torch.ones(2, 2, 3, device=device), "^scales must be"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            latent_attention(
+                exact.q, exact.q_rope, exact.rows, exact.layer, LayerLatentCache(latents, scales), exact.step,
+                PLANS["one token"],
+            )  # fmt: skip
+
+
 def test_tensors_that_do_not_fit_are_refused(device: torch.device) -> None:
     case = Case(3, 24, 8, device, torch.float32)
     good: dict[str, Any] = {"q": case.q, "q_rope": case.q_rope, "rows": case.rows}
@@ -122,4 +172,5 @@ def test_plans_fill_the_card_and_share_latents_among_heads() -> None:
     assert [plan.heads for plan in of] == [32, 32, 32]
     assert [plan.tokens for plan in of] == [1, 1, 2]
     assert choose_plan(8, 8, 128, torch.bfloat16, 132).heads == 64
+    assert choose_plan(8, 2048, 16, torch.bfloat16, 132, float8=True)[:2] == (2, 16)
     assert str(of[0]) == "latent [1 tokens of 32 heads x 32, 8 warps, 3 stages, 16 pieces] for all rows (formula)"

@@ -224,7 +224,7 @@ class BaseOps(Ops[StepBatch, Residual, HandleT]):
         q_rope, keys = q_rope.contiguous(), rows[:, None, layer.rank : layer.width].contiguous()
         self.rotary_(q_rope, keys, layer.cos_sin, self.positions(batch))
         latent.store_latents(latents, keys[:, 0], cache, batch)
-        return latent.attend(torch.cat((q, q_rope), -1).float(), layer, cache, batch)
+        return latent.attend(torch.cat((q, q_rope), -1), layer, cache, batch)
 
     def short_conv(self, x: Tensor, conv: ShortConv, cache: LayerStates, batch: StepBatch) -> Tensor:
         return recurrent.short_conv(x, conv, cache, batch)

@@ -251,7 +251,10 @@ class CudaOps:
         self, q: Tensor, q_rope: Tensor, rows: Tensor, layer: LatentLayer, cache: LayerLatentCache, batch: CudaBatch
     ) -> Tensor:
         step = batch.step
-        plan = choose_plan(step.num_rows, step.num_tokens, layer.num_heads, q.dtype, self.gpu.multiprocessors)
+        plan = choose_plan(
+            step.num_rows, step.num_tokens, layer.num_heads, q.dtype, self.gpu.multiprocessors,
+            float8=cache.scales is not None,
+        )  # fmt: skip
         return latent_attention(q, q_rope, rows, layer, cache, step, plan, pdl=self.options.pdl)
 
     def short_conv(self, x: Tensor, conv: ShortConv, cache: LayerStates, batch: CudaBatch) -> Tensor:

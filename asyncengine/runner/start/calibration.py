@@ -14,8 +14,8 @@ from asyncengine.kernels.cuda.ops import CudaBatch, CudaOps
 from asyncengine.kernels.cuda.step.tensors import DeviceStep, allocate_step
 from asyncengine.kernels.float8_cache import fixed_scales, with_inverses
 from asyncengine.kernels.ops import AttentionLayer, LayerKVCache, split_heads
-from asyncengine.runner.state.kv_scales import fixed_prompt
-from asyncengine.runner.state.memory import without_memory
+from asyncengine.runner.state import memory
+from asyncengine.runner.state.kv_scales import fixed_prompt, tops
 from asyncengine.runner.steps.model_runner import LoadedModel
 
 
@@ -82,12 +82,26 @@ def with_kv_scales(config: EngineConfig, loaded: LoadedModel, ops: CudaOps) -> L
 
 
 def calibrate_device(loaded: LoadedModel, ops: CudaOps) -> Tensor:
-    """Scales of the fixed prompt, float32 [layers, 2, Hk] on the device. It waits for the device."""
-    ids = fixed_prompt(loaded.config.vocab_size, loaded.max_model_len)
-    step = allocate_step(1, 1, 1, len(ids), ops.device)
+    """Scales of the fixed prompt, float32 [layers, 2, Hk] on the device. It waits for the device.
+
+    Latents are noted in a cache of their own, by the kernels.
+    """
+    ids, model = fixed_prompt(loaded.config.vocab_size, loaded.max_model_len), loaded.config
+    config = EngineConfig(model="", max_num_seqs=1)
+    blocks = -(-len(ids) // config.block_size)
+    step = allocate_step(1, blocks, 1, len(ids), ops.device)
     step.input_ids.copy_(ids)
     step.positions.copy_(torch.arange(len(ids)))
-    attention = _NotingAttention(loaded.config.head_dim)
+    step.slot_mapping.copy_(torch.arange(len(ids)))
+    step.token_slot.zero_()
+    step.slots.block_tables.copy_(torch.arange(blocks)[None])
+    attention = _NotingAttention(model.head_dim)
     with torch.inference_mode():
-        loaded.model.run(CudaBatch(step, attention), without_memory(loaded.config, ops.device))
-        return fixed_scales(torch.stack(attention.tops)).clone()
+        if model.latent is None:
+            loaded.model.run(CudaBatch(step, attention), memory.without_memory(model, ops.device))
+            return fixed_scales(torch.stack(attention.tops)).clone()
+        cache = memory.allocate(config, model, blocks, loaded.dtype, ops)
+        for group in cache.groups:
+            group.zero_()
+        loaded.model.run(CudaBatch(step), cache.layers)
+        return fixed_scales(tops(model, cache)).clone()

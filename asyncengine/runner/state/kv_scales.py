@@ -3,7 +3,7 @@
 A checkpoint that was made for such a cache has them: ``self_attn.k_scale`` and ``self_attn.v_scale`` of each layer, as
 vLLM and compressed-tensors write them. Otherwise they are made of the keys and values of a fixed prompt: random ids,
 the same at every start, which the model runs once in its own dtype. Keys are taken as they are stored, normed and
-rotated.
+rotated. Scales of latents are always made so: checkpoints have one for latents and rotated keys together.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from asyncengine.config import EngineConfig
 from asyncengine.errors import MissingWeightError
 from asyncengine.kernels.cpu.base import BaseOps
 from asyncengine.kernels.float8_cache import fixed_scales
-from asyncengine.kernels.ops import LayerKVCache
+from asyncengine.kernels.ops import LayerKVCache, LayerLatentCache
 from asyncengine.models.config import ModelConfig
 from asyncengine.models.registry import CausalLM
 from asyncengine.runner.state import memory
@@ -41,6 +41,8 @@ def stored(weights: ScaleSource, model: ModelConfig) -> Tensor | None:
 
     Raises MissingWeightError if it has some of them, and not all.
     """
+    if model.latent is not None:
+        return None
     names = [[f"model.layers.{i}.self_attn.{kind}_scale" for kind in "kv"] for i in range(model.num_layers)]
     found = {name: weights.scales(name, model.num_kv_heads) for pair in names for name in pair}
     missing = [name for name, scales in found.items() if scales is None]
@@ -62,6 +64,8 @@ def calibrate_host(
 ) -> Tensor:
     """Scales of the fixed prompt, float32 [layers, 2, Hk], by one step over a cache of its own in ``dtype``.
 
+    Of a model with latents Hk is 1, and the scales are those of latents and of rotated keys.
+
     With the operations of several ranks the model is a ``HostRanks``, the configuration is that of one, and the
     scales are those of all, Hk in the order of the ranks.
     """
@@ -71,7 +75,7 @@ def calibrate_host(
         model.caches = [cache.layers for cache in caches[1:]]
     with torch.inference_mode():
         model.run(batch, caches[0].layers)
-        return fixed_scales(torch.cat([_tops(cache) for cache in caches], -1))
+        return fixed_scales(torch.cat([tops(config, cache) for cache in caches], -1))
 
 
 def one_prompt(
@@ -87,7 +91,15 @@ def one_prompt(
     return StepBatch(ids, places, places, [0, tokens], [0], [list(range(blocks))], places), caches
 
 
-def _tops(cache: memory.KVCache) -> Tensor:
-    """float32 [layers, 2, Hk]: the largest keys and values of a cache."""
-    planes = [(layer.k, layer.v) for layer in cache.layers if isinstance(layer, LayerKVCache)]
-    return torch.stack([torch.stack([plane.abs().amax((0, 2, 3)) for plane in pair]) for pair in planes]).float()
+def tops(model: ModelConfig, cache: memory.KVCache) -> Tensor:
+    """float32 [layers, 2, Hk]: the largest keys and values of a cache, or the largest latents and rotated keys."""
+    made = []
+    for layer in cache.layers:
+        match layer:
+            case LayerKVCache():
+                made.append([plane.abs().amax((0, 2, 3)) for plane in (layer.k, layer.v)])
+            case LayerLatentCache():
+                assert model.latent is not None
+                parts = layer.latents.split([model.latent.rank, model.latent.rope_dim], 2)
+                made.append([part.abs().amax().view(1) for part in parts])
+    return torch.stack([torch.stack(pair) for pair in made]).float()

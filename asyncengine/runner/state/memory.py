@@ -81,6 +81,15 @@ def host_obstacle(model: ModelConfig, dtype: torch.dtype = torch.bfloat16) -> st
     return "has heads of an odd size" if model.head_dim % 2 else ""
 
 
+def float8_obstacle(model: ModelConfig) -> str:
+    """Return why the model cannot have its cache in float8; empty if it can."""
+    if model.positions_in_keys:
+        return "has keys that hold their positions, which float8 rounds"
+    if not model.has_alike_layers and model.latent is None:
+        return "has layers that do not all keep keys and values of one shape"
+    return ""
+
+
 def num_state_slots(config: EngineConfig, model: ModelConfig, device_bytes: int) -> int:
     """Count the states that there is room for: one for each sequence, and those of ``num_snapshots``."""
     return config.max_num_seqs + num_snapshots(config, model, device_bytes) if state_bytes(model) else 0
@@ -282,7 +291,8 @@ def _layers(
             case StateSpec():
                 layers.append(LayerStates(next(states[spec.num_bytes])))
             case LatentSpec():
-                layers.append(LayerLatentCache(next(planes[spec.width]).view(-1, block_size, spec.width)))
+                own = None if scales is None else scales[len(layers)]
+                layers.append(LayerLatentCache(next(planes[spec.width]).view(-1, block_size, spec.width), own))
             case KVSpec():
                 layers.append(paged(spec))
             case JointSpec():

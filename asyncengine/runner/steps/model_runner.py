@@ -265,13 +265,8 @@ def check_layers(config: EngineConfig, architecture: str, model: ModelConfig, de
         raise ConfigError(f"{architecture} runs with device=cpu alone: kv_lora_rank and qk_rope_head_dim are not of 8s")
     if device_type == "cuda" and config.batch_invariant and model.latent is not None:
         raise ConfigError(f"batch_invariant: on a GPU, attention of {architecture} over latents depends on the batch")
-    if config.float8_cache and model.positions_in_keys:
-        raise ConfigError(f"kv_cache_dtype=fp8: keys of {architecture} hold their positions, which float8 rounds")
-    if config.float8_cache and not model.has_alike_layers:
-        raise ConfigError(
-            f"kv_cache_dtype=fp8 needs layers that all keep keys and values of one shape, and those of {architecture} "
-            "do not"
-        )
+    if config.float8_cache and (obstacle := kv_cache.float8_obstacle(model)):
+        raise ConfigError(f"kv_cache_dtype=fp8: {architecture} {obstacle}")
 
 
 class Answers(NamedTuple):

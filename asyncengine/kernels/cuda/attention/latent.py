@@ -2,7 +2,8 @@
 
 A program has the queries of several heads, and where rows are prompts those of several neighbouring tokens, and loads
 a tile of latents once for all of them: as keys, and as the values. Tokens of several rows in a program take turns. Few
-programs share the keys of a row, in pieces that another kernel adds up.
+programs share the keys of a row, in pieces that another kernel adds up. In a cache in float8 the scales of latents lie
+where other layers have those of keys, and the scales of rotated keys where others have those of values.
 """
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call, import-untyped"
 
@@ -19,6 +20,16 @@ from asyncengine.kernels.cuda.attention.paged import dot
 from asyncengine.kernels.cuda.attention.scores import LOG2_E
 from asyncengine.kernels.cuda.launch.compiling import kernel
 from asyncengine.kernels.cuda.launch.programmatic import launch_options, must_widen, wait
+from asyncengine.kernels.cuda.rows.float8_cache import (
+    cached_dtype,
+    check_scales,
+    for_products,
+    key_inverse,
+    key_scale,
+    to_float8,
+    value_inverse,
+    value_scale,
+)
 from asyncengine.kernels.cuda.rows.tensors import check, check_dtype, empty_rows
 from asyncengine.kernels.cuda.step.tensors import DeviceStep
 from asyncengine.kernels.latent import LatentLayer
@@ -47,17 +58,20 @@ class LatentPlan(NamedTuple):
         return f"latent [{rows}, {self.warps} warps, {self.stages} stages, {self.pieces} pieces] for all rows (formula)"
 
 
-def choose_plan(rows: int, tokens: int, num_heads: int, dtype: torch.dtype, multiprocessors: int) -> LatentPlan:
-    """The plan for steps of so many rows and tokens at most.
+def choose_plan(
+    rows: int, tokens: int, num_heads: int, dtype: torch.dtype, multiprocessors: int, *, float8: bool = False
+) -> LatentPlan:
+    """The plan for steps of so many rows and tokens at most; ``float8``: over latents in float8.
 
     float32 is multiplied without tensor cores, in small tiles. A tile of 64 queries of 512 numbers is as much as
-    registers hold in two warp groups.
+    registers hold in two warp groups; beside latents that become 16 bits there, 32 are.
     """
+    most = 32 if float8 else 64
     if dtype == torch.float32:
         heads, keys, warps, stages = 16, 16, 4, 1
     else:
-        heads, keys = max(16, min(64, triton.next_power_of_2(num_heads))), 32
-        warps, stages = 4 if heads == 16 else 8, 2 if heads == 64 else 3
+        heads, keys = max(16, min(most, triton.next_power_of_2(num_heads))), 16 if float8 else 32
+        warps, stages = 4 if heads == 16 else 8, 6 if float8 else 2 if heads == 64 else 3
     groups = triton.cdiv(num_heads, heads)
     if tokens <= rows:
         programs = tokens * groups
@@ -65,7 +79,7 @@ def choose_plan(rows: int, tokens: int, num_heads: int, dtype: torch.dtype, mult
         return LatentPlan(1, heads, keys, warps, stages, min(_MOST_PIECES, 1 << (room.bit_length() - 1)))
     if dtype == torch.float32:
         return LatentPlan(1, heads, keys, warps, stages, 1)
-    return LatentPlan(max(1, 64 // heads), heads, keys, 8, 2, 1)
+    return LatentPlan(max(1, most // heads), heads, keys, 8, stages if float8 else 2, 1)
 
 
 @kernel
@@ -78,6 +92,7 @@ def _latent_store_kernel(
     positions,
     slot_mapping,
     latents,
+    kv_scales,
     q_token_stride,
     q_head_stride,
     row_stride,
@@ -96,13 +111,17 @@ def _latent_store_kernel(
     there = slot >= 0
     position = tl.where(there, tl.load(positions + token), 0).to(tl.int64)
     dtype: tl.constexpr = rows.dtype.element_ty
+    FLOAT8: tl.constexpr = kv_scales is not None
     column = tl.arange(0, RANK_TILE)
     known = column < RANK
     latent = tl.load(rows + token * row_stride + column, mask=known & there, other=0.0).to(tl.float32)
     gain = tl.load(norm_weight + column, mask=known, other=0.0).to(tl.float32)
     latent = latent * tl.rsqrt(tl.sum(latent * latent, 0) / RANK + eps) * gain
     target = latents + slot * (RANK + 2 * HALF)
-    tl.store(target + column, latent.to(dtype), mask=known & there)
+    latent = latent.to(dtype)
+    if FLOAT8:
+        latent = to_float8(latent, key_inverse(kv_scales, 0, 1))
+    tl.store(target + column, latent, mask=known & there)
 
     i = tl.arange(0, HALF_TILE)
     turned = (i < HALF) & there
@@ -111,8 +130,12 @@ def _latent_store_kernel(
     key = rows + token * row_stride + RANK + i
     low = tl.load(key, mask=turned, other=0.0).to(tl.float32)
     high = tl.load(key + HALF, mask=turned, other=0.0).to(tl.float32)
-    tl.store(target + RANK + i, (low * cosine - high * sine).to(dtype), mask=turned)
-    tl.store(target + RANK + HALF + i, (high * cosine + low * sine).to(dtype), mask=turned)
+    first, second = (low * cosine - high * sine).to(dtype), (high * cosine + low * sine).to(dtype)
+    if FLOAT8:
+        inverse = value_inverse(kv_scales, 0, 1)
+        first, second = to_float8(first, inverse), to_float8(second, inverse)
+    tl.store(target + RANK + i, first, mask=turned)
+    tl.store(target + RANK + HALF + i, second, mask=turned)
 
     head = tl.arange(0, HEAD_TILE)[:, None]
     query = q_rope + token * q_token_stride + head * q_head_stride + i[None, :]
@@ -128,6 +151,7 @@ def _latent_kernel(
     q,
     q_rope,
     latents,
+    kv_scales,
     token_slot,
     positions,
     block_tables,
@@ -171,6 +195,10 @@ def _latent_kernel(
     query = tl.load(at, mask=real[:, None] & (column < RANK)[None, :], other=0.0)
     at = q_rope + token[:, None] * rope_token_stride + head[:, None] * rope_head_stride + place[None, :]
     turned = tl.load(at, mask=real[:, None] & (place < ROPE)[None, :], other=0.0)
+    FLOAT8: tl.constexpr = kv_scales is not None
+    if FLOAT8:
+        query, turned = for_products(query), for_products(turned)
+        of_latents, of_keys = key_scale(kv_scales, 0, 1), value_scale(kv_scales, 0, 1)
 
     peak = tl.full([M], -float("inf"), tl.float32)
     total = tl.zeros([M], tl.float32)
@@ -192,7 +220,12 @@ def _latent_kernel(
             stored = latents + (block * BLOCK_SIZE + key % BLOCK_SIZE)[:, None] * (RANK + ROPE)
             known = tl.load(stored + column[None, :], mask=inside[:, None] & (column < RANK)[None, :], other=0.0)
             ends = tl.load(stored + RANK + place[None, :], mask=inside[:, None] & (place < ROPE)[None, :], other=0.0)
-            score = (dot(query, tl.trans(known), WIDEN) + dot(turned, tl.trans(ends), WIDEN)) * scale
+            known, ends = known.to(query.dtype), ends.to(query.dtype)
+            if FLOAT8:
+                score = dot(query, tl.trans(known), WIDEN) * of_latents + dot(turned, tl.trans(ends), WIDEN) * of_keys
+            else:
+                score = dot(query, tl.trans(known), WIDEN) + dot(turned, tl.trans(ends), WIDEN)
+            score *= scale
             visible = mine[:, None] & (key[None, :] <= position[:, None])
             score = tl.where(visible, score, -float("inf"))
             new_peak = tl.maximum(peak, tl.max(score, 1))
@@ -204,6 +237,8 @@ def _latent_kernel(
             acc = acc * shrink[:, None] + dot(weight.to(known.dtype), known, WIDEN)
             peak = new_peak
 
+    if FLOAT8:
+        acc *= of_latents
     inside = real[:, None] & (column < RANK)[None, :]
     one = token * HEADS + head
     if PIECES == 1:
@@ -262,14 +297,15 @@ def latent_attention(
             raise ValueError(f"{name} must be {q.dtype} {list(shape)}, got {x.dtype} {list(x.shape)} {x.stride()}")
     if layer.rank % 8 or layer.rope % 8:
         raise ValueError(f"latents and rotated parts of keys must be of 8s, got {layer.rank} and {layer.rope}")
-    check(latents, q.dtype, (len(latents), latents.shape[1], layer.width), "latents")
+    check(latents, cached_dtype(q.dtype, cache.scales), (len(latents), latents.shape[1], layer.width), "latents")
+    check_scales(cache.scales, 1)
     check(layer.cos_sin, torch.float32, (len(layer.cos_sin), layer.rope), "cos_sin")
     check(layer.norm_weight, q.dtype, (layer.rank,), "norm_weight")
     rank_tile, options = max(16, triton.next_power_of_2(layer.rank)), launch_options(pdl)
     _latent_store_kernel[(tokens,)](
         q_rope, rows, layer.norm_weight, layer.norm_eps, layer.cos_sin, step.positions, step.slot_mapping, latents,
-        q_rope.stride(0), q_rope.stride(1), rows.stride(0), HEADS=heads, RANK=layer.rank, HALF=layer.rope // 2,
-        HEAD_TILE=triton.next_power_of_2(heads), RANK_TILE=rank_tile,
+        cache.scales, q_rope.stride(0), q_rope.stride(1), rows.stride(0), HEADS=heads, RANK=layer.rank,
+        HALF=layer.rope // 2, HEAD_TILE=triton.next_power_of_2(heads), RANK_TILE=rank_tile,
         HALF_TILE=triton.next_power_of_2(layer.rope // 2), num_warps=4, **options,
     )  # fmt: skip
     out = empty_rows(tokens, heads * layer.rank, q.dtype, q.device).view(tokens, heads, layer.rank)
@@ -280,10 +316,10 @@ def latent_attention(
     grid = triton.cdiv(tokens, plan.tokens), triton.cdiv(heads, plan.heads), plan.pieces
     tables = step.slots.block_tables
     _latent_kernel[grid](
-        q, q_rope, latents, step.token_slot, step.positions, tables, out, sums, stats, layer.scale * LOG2_E, tokens,
-        q.stride(0), q.stride(1), q_rope.stride(0), q_rope.stride(1), tables.stride(0), HEADS=heads, RANK=layer.rank,
-        ROPE=layer.rope, BLOCK_SIZE=latents.shape[1], TOKENS=plan.tokens, GROUP=plan.heads,
-        M=plan.tokens * plan.heads, N=plan.keys, RANK_TILE=rank_tile,
+        q, q_rope, latents, cache.scales, step.token_slot, step.positions, tables, out, sums, stats,
+        layer.scale * LOG2_E, tokens, q.stride(0), q.stride(1), q_rope.stride(0), q_rope.stride(1), tables.stride(0),
+        HEADS=heads, RANK=layer.rank, ROPE=layer.rope, BLOCK_SIZE=latents.shape[1], TOKENS=plan.tokens,
+        GROUP=plan.heads, M=plan.tokens * plan.heads, N=plan.keys, RANK_TILE=rank_tile,
         ROPE_TILE=max(16, triton.next_power_of_2(layer.rope)), PIECES=plan.pieces, STAGES=plan.stages,
         WIDEN=must_widen(q.dtype), num_warps=plan.warps, num_stages=plan.stages, **options,
     )  # fmt: skip
