@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -10,8 +10,11 @@ from torch import Tensor
 class LatentLayer(NamedTuple):
     """Attention of one layer over latents (DeepSeek-AI 2024), beside its cache.
 
-    A token keeps ``rank`` latent numbers, normed, and ``rope`` rotated numbers of a key. A head's query has as many of
-    both. Its score is the sum of their products, and the value is the latent itself.
+    A token keeps ``rank`` latent numbers, normed, and ``rope`` rotated numbers of a key. A matrix of each head makes
+    the rest of its key of the latent, and another its value.
+
+    Absorbed, the first matrix multiplies the query in place of the latents, the latents themselves are the values, and
+    the second matrix multiplies what attention gives. Expanded, keys and values are made of the latents.
     """
 
     num_heads: int
@@ -26,6 +29,8 @@ class LatentLayer(NamedTuple):
     """float32 [max_positions, rope]: as ``AttentionLayer.cos_sin``"""
     scale: float
     """factor on the scores"""
+    up: Any
+    """handle of ``Ops.make_latent_up``: the matrices of the heads"""
 
     @property
     def width(self) -> int:

@@ -413,20 +413,20 @@ class Ops(Protocol[BatchT, ResidualT, HandleT]):
         [T, num_heads * D] holds the queries alone, and the cache has their keys and values. May overwrite ``heads``.
         """
 
-    def make_by_head(self, weights: Tensor) -> Any:
-        """A handle for ``by_head`` over the matrices [num_heads, N, K], which a GPU does not copy."""
+    def make_latent_up(self, up: Tensor, key_dim: int) -> Any:
+        """A handle for ``LatentLayer.up``: matrices [num_heads, key_dim + value_dim, rank], which a GPU does not copy.
 
-    def by_head(self, x: Tensor, handle: Any, batch: BatchT) -> Tensor:
-        """x [T, num_heads, K] times the matrix of each head, transposed: [T, num_heads, N], contiguous."""
+        Those of keys lie before those of values. They are contiguous.
+        """
 
     def latent_attention(
-        self, q: Tensor, q_rope: Tensor, rows: Tensor, layer: LatentLayer, cache: LayerLatentCache, batch: BatchT
+        self, q: Tensor, rows: Tensor, layer: LatentLayer, cache: LayerLatentCache, batch: BatchT
     ) -> Tensor:
-        """Causal attention of a step over latents, those of its own tokens included: [T, num_heads, rank].
+        """Causal attention of a step over latents, those of its own tokens included: [T, num_heads * value_dim].
 
-        q [T, num_heads, rank] and q_rope [T, num_heads, rope] are the two parts of the queries, and rows [T, width] the
-        new latents before their norm, and the new keys. Keys and q_rope are rotated, latents normed, and both stored
-        in the cache's slots of the step. May overwrite ``q_rope`` and ``rows``.
+        q [T, num_heads, key_dim + rope] are the queries, and rows [T, width] the new latents before their norm, and the
+        new keys. Keys and the last parts of queries are rotated, latents normed, and latents and keys stored in the
+        cache's slots of the step. May overwrite ``q`` and ``rows``.
         """
 
     def short_conv(self, x: Tensor, conv: ShortConv, cache: LayerStates, batch: BatchT) -> Tensor:

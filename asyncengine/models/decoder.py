@@ -135,11 +135,10 @@ class GatedAttentionBlock(NamedTuple):
 
 
 class LatentAttentionBlock(NamedTuple):
-    """residual += output · values · attention, over latents.
+    """residual += output · attention, over latents.
 
     ``inputs`` · norm(residual) is a row of the queries, or with a ``query_norm`` of the latent numbers of which
-    ``queries`` makes them; behind it the token's latent and its key. The part of a head's query that is not rotated is
-    multiplied by the head's ``keys``, and the latent that its attention gives by its ``values``.
+    ``queries`` makes them; behind it the token's latent and its key.
     """
 
     norm: Norm
@@ -149,10 +148,6 @@ class LatentAttentionBlock(NamedTuple):
     query_norm: Norm | None
     queries: Handle | None
     layer: LatentLayer
-    keys: Any
-    """Handle for ``Ops.by_head``: matrices [num_heads, rank, numbers of a query that are not rotated]."""
-    values: Any
-    """Likewise, [num_heads, numbers of a value, rank]."""
     output: Handle
 
     def forward(self, ops: ModelOps, residual: Residual, cache: LayerLatentCache, batch: Batch, is_last: bool) -> None:
@@ -161,12 +156,8 @@ class LatentAttentionBlock(NamedTuple):
         q, rows = x[:, :size], x[:, size : size + layer.width]
         if self.query_norm is not None and self.queries is not None:
             q = ops.linear(ops.rms_norm(q, self.query_norm, batch), self.queries, batch)
-        q = q.unflatten(1, (layer.num_heads, -1))
-        absorbed = ops.by_head(q[..., : -layer.rope], self.keys, batch)
-        x = ops.latent_attention(absorbed, q[..., -layer.rope :], rows, layer, cache, batch)
-        if is_last:
-            x = ops.keep_sampled(x, residual, batch)
-        ops.linear_add_(ops.by_head(x, self.values, batch).flatten(1), self.output, residual, batch)
+        x = ops.latent_attention(q.unflatten(1, (layer.num_heads, -1)), rows, layer, cache, batch)
+        _add_mixed(ops, x, self.output, residual, batch, is_last)
 
 
 class MLPBlock(NamedTuple):

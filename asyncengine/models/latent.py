@@ -86,19 +86,15 @@ def latent_block(layer: LayerWeights, cos_sin: Tensor | None) -> LatentAttention
         queries = ops.make_linear([weights.weight(f"{name}.q_b_proj", of_queries, rank, order=of_query)], [None])
     up = weights.table(f"{name}.kv_b_proj", heads * (latent.key_dim + latent.value_dim), latent.rank)
     [whole] = tensors_of([up], "weight", DENSE)
-    by_head = whole.view(heads, -1, latent.rank)
-    keys, values = by_head[:, : latent.key_dim], by_head[:, latent.key_dim :]
     attention = LatentLayer(
         heads, latent.rank, latent.rope_dim, weights.tensor(f"{name}.kv_a_layernorm.weight", latent.rank), NORM_EPS,
         cos_sin, config.layer_scales[layer.index],
+        ops.make_latent_up(whole.view(heads, -1, latent.rank), latent.key_dim),
     )  # fmt: skip
     output = layer.linear("self_attn", {"o": hidden}, heads * latent.value_dim, "columns", bias=config.output_bias)
     before = layer.block_norm(config.layer_norms.before_attention)
     assert before is not None
-    return LatentAttentionBlock(
-        before, inputs, rank or of_queries, query_norm, queries, attention, ops.make_by_head(keys.transpose(1, 2)),
-        ops.make_by_head(values), output,
-    )  # fmt: skip
+    return LatentAttentionBlock(before, inputs, rank or of_queries, query_norm, queries, attention, output)
 
 
 def _behind(size: int, order: Tensor | None) -> Tensor | None:

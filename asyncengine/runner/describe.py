@@ -271,8 +271,8 @@ def _kv_room(
 def _step_bytes(config: EngineConfig, model: ModelConfig, dtype: torch.dtype) -> Iterator[int]:
     """About what the largest step takes: activations of its tokens, and its logits."""
     heads = (model.num_heads + 2 * model.num_kv_heads) * model.head_dim
-    if model.latent is not None:  # queries before and behind their keys, and results likewise
-        heads = model.num_heads * (2 * model.latent.rank + model.latent.query_dim + model.latent.value_dim)
+    if (latent := model.latent) is not None:  # queries in both forms, results likewise, keys and values
+        heads = model.num_heads * (2 * (latent.rank + latent.value_dim) + latent.query_dim + latent.key_dim)
     widest = max(3 * model.intermediate_size, 2 * heads)
     yield config.max_num_batched_tokens * (3 * model.hidden_size + widest) * dtype.itemsize
     yield config.max_num_seqs * model.vocab_size * 4

@@ -11,7 +11,7 @@ from torch import Tensor
 from asyncengine.config import EngineConfig
 from asyncengine.errors import ConfigError
 from asyncengine.kernels.cuda.attention.choose import describe as describe_attention
-from asyncengine.kernels.cuda.attention.latent import choose_plan
+from asyncengine.kernels.cuda.attention.latent_run import choose_plans
 from asyncengine.kernels.cuda.gpu import H200, KNOWN, Gpu
 from asyncengine.kernels.cuda.linear.choose import Choice
 from asyncengine.kernels.cuda.linear.formats.base import as_tensor
@@ -210,20 +210,17 @@ class _PlanOps(CudaOps):
         self._heads = heads.new_empty(len(heads), 1)
         return self._heads
 
-    def by_head(self, x: Tensor, handle: Tensor, batch: CudaBatch) -> Tensor:
-        return x.new_empty(len(x), *handle.shape[:2])
-
     def latent_attention(
-        self, q: Tensor, q_rope: Tensor, rows: Tensor, layer: LatentLayer, cache: LayerLatentCache, batch: CudaBatch
+        self, q: Tensor, rows: Tensor, layer: LatentLayer, cache: LayerLatentCache, batch: CudaBatch
     ) -> Tensor:
-        step = batch.step
-        plan = choose_plan(
-            step.num_rows, step.num_tokens, layer.num_heads, q.dtype, self.gpu.multiprocessors, float8=self.float8_cache
-        )
-        words = f"{plan}; latents in float8" if self.float8_cache else str(plan)
-        if words not in self.step.attention:
-            self.step.attention.append(words)
-        return q
+        how = {"single_token_rows": self.step.bucket.single_token_rows, "float8": self.float8_cache}
+        plans = choose_plans(q, layer, batch.step, self.gpu, **how)
+        absorbed = f"{plans.absorbed}; latents in float8" if self.float8_cache else str(plans.absorbed)
+        for words in (absorbed, *([] if plans.expanded is None else [str(plans.expanded)])):
+            if words not in self.step.attention:
+                self.step.attention.append(words)
+        self._heads = q.new_empty(len(q), 1)
+        return self._heads
 
     def logits(
         self,

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from asyncengine import AsyncEngine, SamplingParams
+from asyncengine.kernels.cuda.attention import expanded
 from asyncengine.kernels.cuda.attention.latent import LatentPlan, choose_plan, latent_attention
-from asyncengine.kernels.cuda.ops import CudaBatch, CudaOps, CudaOptions
+from asyncengine.kernels.cuda.attention.latent_run import LatentPlans, attend, by_head, choose_plans
 from asyncengine.kernels.cuda.step.tensors import allocate_step
 from asyncengine.kernels.cuda.trials import examine
 from asyncengine.kernels.float8 import FLOAT8
@@ -42,12 +43,16 @@ class Rows:
         slots = torch.cat([torch.full((length,), row) for row, (_, length) in enumerate(rows)]).to(self.device)
         positions = torch.cat([torch.arange(before, before + length) for before, length in rows]).to(self.device)
         self.step.token_slot.copy_(slots)
+        before, lengths = (torch.tensor(values, device=self.device) for values in zip(*rows, strict=True))
+        self.step.row_query_start.copy_(lengths.cumsum(0) - lengths)
+        self.step.row_query_len.copy_(lengths)
+        self.step.row_context_len.copy_(before)
         self.step.positions.copy_(positions)
         self.step.slot_mapping.copy_(table[slots, positions // BLOCK_SIZE] * BLOCK_SIZE + positions % BLOCK_SIZE)
         self.cos_sin = rotary_table(RopeConfig(dim=ROPE), ROPE, CONTEXT).to(self.device)
         scale = 256**-0.5
         gains = self.random(RANK, dtype=dtype)
-        self.layer = LatentLayer(heads, RANK, ROPE, gains, 1e-6, self.cos_sin, scale)
+        self.layer = LatentLayer(heads, RANK, ROPE, gains, 1e-6, self.cos_sin, scale, up=None)
         latents = self.random(table.numel(), BLOCK_SIZE, RANK + ROPE, dtype=dtype)
         scales = with_inverses(torch.tensor([[2.0**-4], [2.0**-6]])).to(self.device) if float8 else None
         self.cache = LayerLatentCache((16 * latents).to(FLOAT8) if float8 else latents, scales)
@@ -137,6 +142,33 @@ def test_attention_of_real_shapes(name: str, heads: int) -> None:
     assert error < 0.01, (str(rows.plan()), error)
 
 
+@pytest.mark.parametrize("float8", [False, pytest.param(True, marks=needs_float8)], ids=["", "float8"])
+@pytest.mark.parametrize(("heads", "key_dim", "value_dim"), [(16, 128, 128), (20, 192, 256), (128, 128, 128)])
+@torch.inference_mode()
+def test_expanded_prompts_of_real_shapes(heads: int, key_dim: int, value_dim: int, float8: bool) -> None:
+    """Chunks that begin their text, of one token and of several tiles, beside a later chunk and rows of one token."""
+    rows = Rows(heads, [(500, 1), (900, 1), (0, 1), (128, 200), (0, 33), (0, 700)], float8=float8)
+    up = rows.random(heads, key_dim + value_dim, RANK, dtype=torch.bfloat16) / 16
+    layer = rows.layer._replace(up=up)
+    gpu, q = examine(rows.device), rows.random(len(rows.q), heads, key_dim + ROPE, dtype=torch.bfloat16)
+    plans = choose_plans(q, layer, rows.step, gpu, single_token_rows=False, float8=float8)
+    assert plans.expanded is not None
+    made, new = [], rows.new.clone()
+    for own in (plans, LatentPlans(plans.absorbed, None)):
+        rows.new.copy_(new)
+        made.append(attend(q.clone(), rows.new, layer, rows.cache, rows.step, own, pdl=gpu.dependent_launch).float())
+    rows.new.copy_(new)
+    rows.check_stored()
+    keys, values = up.float().split([key_dim, value_dim], 1)
+    rows.q, rows.q_rope = torch.einsum("thk,hkr->thr", q[..., :key_dim].float(), keys), q[..., key_dim:]
+    expected = torch.einsum("thr,hvr->thv", rows.by_torch(), values).flatten(1)
+    for name, got in zip(("expanded", "absorbed"), made, strict=True):
+        for begin, end in ((0, 2), (2, 3), (3, 203), (203, 236), (236, 936)):
+            part = expected[begin:end]
+            error = float((got[begin:end] - part).norm() / part.norm())
+            assert error < 0.02, (name, str(plans.expanded), begin, end, error)
+
+
 @needs_float8
 @pytest.mark.parametrize("heads", [20, 128])
 @pytest.mark.parametrize("name", STEPS)
@@ -161,16 +193,14 @@ def test_attention_in_float32_is_exact() -> None:
 def test_products_by_head_of_real_shapes() -> None:
     """The matrices of GLM-4.7-Flash as they lie in a checkpoint, and rows that are parts of others."""
     device = torch.device("cuda")
-    ops = CudaOps(device, CudaOptions(gpu=examine(device)))
     up = torch.randn(20, 192 + 256, RANK, device=device).bfloat16()
-    keys, values = ops.make_by_head(up[:, :192].transpose(1, 2)), ops.make_by_head(up[:, 192:])
+    keys, values = up[:, :192].transpose(1, 2), up[:, 192:]
     for rows in (1, 3, 64, 700):
-        batch = CudaBatch(allocate_step(rows, 1, rows, rows, device))
         q = torch.randn(rows, 20, 256, device=device).bfloat16()[..., :192]
-        absorbed = ops.by_head(q, keys, batch)
+        absorbed = by_head(q, keys)
         exact = torch.einsum("thn,hnr->thr", q.float(), up[:, :192].float())
         assert float((absorbed.float() - exact).std() / exact.std()) < 0.01
-        made = ops.by_head(absorbed, values, batch)
+        made = by_head(absorbed, values)
         exact = torch.einsum("thr,hvr->thv", absorbed.float(), up[:, 192:].float())
         assert float((made.float() - exact).std() / exact.std()) < 0.01
         assert made.is_contiguous()
@@ -198,6 +228,12 @@ async def generate(path: Path, **config: Any) -> list[Any]:
 def test_tokens_in_float32_are_those_of_the_cpu(checkpoint: Path, eager: bool) -> None:
     expected = asyncio.run(generate(checkpoint, device="cpu", dtype="float32"))
     got = asyncio.run(generate(checkpoint, device="cuda", dtype="float32", enforce_eager=eager))
+    assert [one.token_ids for one in got] == [one.token_ids for one in expected]
+
+
+def test_tokens_of_expanded_prompts_are_those_of_the_cpu(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(expanded, "LEAST_TOKENS", 8)
+    expected, got = (asyncio.run(generate(checkpoint, device=device, dtype="float32")) for device in ("cpu", "cuda"))
     assert [one.token_ids for one in got] == [one.token_ids for one in expected]
 
 

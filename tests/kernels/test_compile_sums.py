@@ -51,7 +51,7 @@ from asyncengine.kernels.ops import LayerLatentCache
 def random(*shape): return torch.zeros(shape, dtype=torch.bfloat16)
 
 for heads in (20, 128):
-    layer = LatentLayer(heads, 512, 64, random(512), 1e-6, torch.zeros(8, 64), 0.1)
+    layer = LatentLayer(heads, 512, 64, random(512), 1e-6, torch.zeros(8, 64), 0.1, None)
     for float8, rows, tokens in ((form, *sizes) for form in (False, True) for sizes in ((1, 1), (256, 256), (4, 64))):
         step, cache = allocate_step(rows, 8, rows, tokens, torch.device("cpu")), LayerLatentCache(random(1, 16, 576))
         if float8:
@@ -76,3 +76,31 @@ def test_attention_over_latents_compiles(tmp_path):
         *(f"_latent_kernel:{words}:{wait}" for words in ("mma.sync", "wgmma")),
         f"_latent_kernel:mma.sync:{wait}:{widens}",
     }
+
+
+EXPANDED = """
+from tests.kernels.compile_for import install, spills
+compiled = install()
+import torch
+from asyncengine.kernels.cuda.attention.expanded import choose_expanded, expanded_attention
+from asyncengine.kernels.cuda.gpu import H200
+from asyncengine.kernels.cuda.step.tensors import allocate_step
+from asyncengine.kernels.latent import LatentLayer
+
+torch.mm = lambda a, b: a.new_empty(len(a), b.shape[1])  # nothing is to be computed
+def random(*shape): return torch.zeros(shape, dtype=torch.bfloat16)
+
+for heads, key, value in ((20, 192, 256), (16, 128, 128), (128, 128, 128)):
+    layer = LatentLayer(heads, 512, 64, random(512), 1e-6, torch.zeros(8, 64), 0.1, random(heads, key + value, 512))
+    step, q, rows = allocate_step(4, 8, 4, 512, torch.device("cpu")), random(512, heads, key + 64), random(512, 1344)
+    plan = choose_expanded(512, key, layer, value, torch.bfloat16, H200)
+    expanded_attention(q, rows[:, 768:], layer, step, random(512, heads, value), plan, pdl=True)
+for name, kernel in compiled.items():
+    words = [word for word in ("wgmma", "mma.sync", "griddepcontrol.wait") if word in kernel.asm["ptx"]]
+    print(":".join([name.split()[0], *words, *spills(kernel)]))
+"""
+
+
+def test_attention_over_keys_made_of_latents_compiles(tmp_path):
+    """The heads of GLM-4.7-Flash, DeepSeek-V2-Lite and DeepSeek-V3, by Hopper's products; registers suffice."""
+    assert run(tmp_path, "-c", EXPANDED) == 3 * ["_expanded_kernel:wgmma:griddepcontrol.wait"]

@@ -35,7 +35,7 @@ class Case:
         tokens = self.count + 3
         table = rotary_table(RopeConfig(dim=rope), rope, 64).to(device)
         weight = random(rank, seed=1, device=device, dtype=dtype)
-        self.layer = LatentLayer(heads, rank, rope, weight, 1e-6, table, 0.3)
+        self.layer = LatentLayer(heads, rank, rope, weight, 1e-6, table, 0.3, up=None)
         latents = random(40, BLOCK_SIZE, rank + rope, seed=2, device=device, dtype=dtype)
         # A power of two, and another number with which some numbers saturate.
         scales = with_inverses(torch.tensor([[2.0**-6], [0.005]])).to(device) if float8 else None

@@ -1,4 +1,4 @@
-"""Latents in float8: near the exact ones, the same whatever the machinery does, and the same on the CUDA path."""
+"""Latents in float8, and prompts over expanded latents: the same whatever the machinery does, and on the CUDA path."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import torch
 
 from asyncengine import AsyncEngine, EngineConfig, SamplingParams, testing
 from asyncengine.kernels.cpu.ops import CpuOps
+from asyncengine.kernels.cuda.attention import expanded
 from asyncengine.kernels.cuda.ops import CudaOps
 from asyncengine.runner.describe import describe_model
 from asyncengine.runner.start.calibration import calibrate_device
@@ -92,6 +93,16 @@ def test_the_cuda_path_has_the_tokens_and_scales_of_the_cpu(checkpoint: Path) ->
     scales = calibrate_host(on_host.model, on_host.config, on_host.dtype, on_host.max_model_len, host)
     assert scales.shape == (2, 2, 1)
     assert torch.equal(calibrate_device(on_device, device).cpu(), scales)
+
+
+@pytest.mark.parametrize("kind", ["auto", "fp8"])
+def test_prompts_that_are_expanded_have_the_tokens_of_the_cpu(
+    checkpoint: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Chunks that begin their text beside later ones and decodes, and over a prefix hit."""
+    monkeypatch.setattr(expanded, "LEAST_TOKENS", 8)
+    config = {"kv_cache_dtype": kind, "rounds": 2}
+    assert outputs(make_engine, checkpoint, **config)[0] == outputs(on_cpu, checkpoint, **config)[0]
 
 
 def test_the_same_memory_holds_more_tokens(checkpoint: Path) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -211,20 +211,29 @@ class BaseOps(Ops[StepBatch, Residual, HandleT]):
         sdpa.attend_prompts(call, decodes, out)
         return out
 
-    def make_by_head(self, weights: Tensor) -> tuple[HandleT, ...]:
-        return tuple(self.make_linear([dense(weight.contiguous())], [None]) for weight in weights)
+    def make_latent_up(self, up: Tensor, key_dim: int) -> tuple[tuple[HandleT, ...], tuple[HandleT, ...]]:
+        """The heads' matrices [rank, key_dim] for queries, and [value_dim, rank] for values."""
+        parts = up[:, :key_dim].transpose(1, 2), up[:, key_dim:]
+        keys, values = (
+            tuple(self.make_linear([dense(weight.contiguous())], [None]) for weight in part) for part in parts
+        )
+        return keys, values
 
-    def by_head(self, x: Tensor, handle: Any, batch: StepBatch) -> Tensor:
-        return torch.stack([self.multiply(x[:, head], own, batch) for head, own in enumerate(handle)], 1)
+    def _by_head(self, x: Tensor, heads: tuple[HandleT, ...], batch: StepBatch) -> Tensor:
+        """x [T, num_heads, K] times the matrix of each head, transposed: [T, num_heads, N]."""
+        return torch.stack([self.multiply(x[:, head], own, batch) for head, own in enumerate(heads)], 1)
 
     def latent_attention(
-        self, q: Tensor, q_rope: Tensor, rows: Tensor, layer: LatentLayer, cache: LayerLatentCache, batch: StepBatch
+        self, q: Tensor, rows: Tensor, layer: LatentLayer, cache: LayerLatentCache, batch: StepBatch
     ) -> Tensor:
+        of_queries, of_values = layer.up
+        q, q_rope = self._by_head(q[..., : -layer.rope], of_queries, batch), q[..., -layer.rope :]
         latents = self.norm(rows[:, : layer.rank], Norm(layer.norm_weight, None, layer.norm_eps))
         q_rope, keys = q_rope.contiguous(), rows[:, None, layer.rank : layer.width].contiguous()
         self.rotary_(q_rope, keys, layer.cos_sin, self.positions(batch))
         latent.store_latents(latents, keys[:, 0], cache, batch)
-        return latent.attend(torch.cat((q, q_rope), -1), layer, cache, batch)
+        x = latent.attend(torch.cat((q, q_rope), -1), layer, cache, batch)
+        return self._by_head(x, of_values, batch).flatten(1)
 
     def short_conv(self, x: Tensor, conv: ShortConv, cache: LayerStates, batch: StepBatch) -> Tensor:
         return recurrent.short_conv(x, conv, cache, batch)

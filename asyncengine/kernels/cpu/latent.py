@@ -47,6 +47,6 @@ def _exact(cache: LayerLatentCache, blocks: Tensor, rank: int) -> Tensor:
     """float32 [tokens of the blocks, width]: vectors that are in the cache."""
     stored = cache.latents[blocks].flatten(0, 1).float()
     if cache.scales is not None:
-        for part, scale in zip(stored.split([rank, stored.shape[1] - rank], 1), cache.scales, strict=True):
-            part *= scale[0]
+        stored[:, :rank] *= cache.scales[0, 0]
+        stored[:, rank:] *= cache.scales[1, 0]
     return stored

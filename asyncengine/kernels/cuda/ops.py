@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from asyncengine._core import Need
-from asyncengine.kernels.cuda.attention.latent import choose_plan, latent_attention
+from asyncengine.kernels.cuda.attention.latent_run import attend, choose_plans
 from asyncengine.kernels.cuda.attention.run import BucketAttention
 from asyncengine.kernels.cuda.experts.mix import mix
 from asyncengine.kernels.cuda.experts.route import choose_experts
@@ -238,24 +238,15 @@ class CudaOps:
         attend = batch.attention.of(layer, num_kv_heads, head_dim)
         return attend(heads, layer, cache, batch.step, **self.options.for_tma)
 
-    def make_by_head(self, weights: Tensor) -> Tensor:
-        return weights
-
-    def by_head(self, x: Tensor, handle: Tensor, batch: CudaBatch) -> Tensor:
-        heads, columns, _ = handle.shape
-        out = empty_rows(len(x), heads * columns, x.dtype, x.device).view(len(x), heads, columns)
-        torch.bmm(x.transpose(0, 1), handle.transpose(1, 2), out=out.transpose(0, 1))
-        return out
+    def make_latent_up(self, up: Tensor, key_dim: int) -> Tensor:
+        return up
 
     def latent_attention(
-        self, q: Tensor, q_rope: Tensor, rows: Tensor, layer: LatentLayer, cache: LayerLatentCache, batch: CudaBatch
+        self, q: Tensor, rows: Tensor, layer: LatentLayer, cache: LayerLatentCache, batch: CudaBatch
     ) -> Tensor:
-        step = batch.step
-        plan = choose_plan(
-            step.num_rows, step.num_tokens, layer.num_heads, q.dtype, self.gpu.multiprocessors,
-            float8=cache.scales is not None,
-        )  # fmt: skip
-        return latent_attention(q, q_rope, rows, layer, cache, step, plan, pdl=self.options.pdl)
+        how = {"single_token_rows": batch.single_token_rows, "float8": cache.scales is not None}
+        plans = choose_plans(q, layer, batch.step, self.gpu, **how)
+        return attend(q, rows, layer, cache, batch.step, plans, pdl=self.options.pdl)
 
     def short_conv(self, x: Tensor, conv: ShortConv, cache: LayerStates, batch: CudaBatch) -> Tensor:
         return convolve(x, conv, cache.states, batch.step, single=batch.single_token_rows, pdl=self.options.pdl)

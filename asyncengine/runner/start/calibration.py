@@ -93,7 +93,9 @@ def calibrate_device(loaded: LoadedModel, ops: CudaOps) -> Tensor:
     step.input_ids.copy_(ids)
     step.positions.copy_(torch.arange(len(ids)))
     step.slot_mapping.copy_(torch.arange(len(ids)))
-    step.token_slot.zero_()
+    for tensor in (step.token_slot, step.row_slot, step.row_query_start, step.row_context_len):
+        tensor.zero_()
+    step.row_query_len.fill_(len(ids))
     step.slots.block_tables.copy_(torch.arange(blocks)[None])
     attention = _NotingAttention(model.head_dim)
     with torch.inference_mode():

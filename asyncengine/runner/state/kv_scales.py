@@ -100,6 +100,6 @@ def tops(model: ModelConfig, cache: memory.KVCache) -> Tensor:
                 made.append([plane.abs().amax((0, 2, 3)) for plane in (layer.k, layer.v)])
             case LayerLatentCache():
                 assert model.latent is not None
-                parts = layer.latents.split([model.latent.rank, model.latent.rope_dim], 2)
+                parts = layer.latents[..., : model.latent.rank], layer.latents[..., model.latent.rank :]
                 made.append([part.abs().amax().view(1) for part in parts])
     return torch.stack([torch.stack(pair) for pair in made]).float()

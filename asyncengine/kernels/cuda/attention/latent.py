@@ -102,9 +102,13 @@ def _latent_store_kernel(
     HEAD_TILE: tl.constexpr,
     RANK_TILE: tl.constexpr,
     HALF_TILE: tl.constexpr,
+    WRITE_BACK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """A program is a token: its latent is normed, its key rotated, and both are stored; its queries are rotated."""
+    """A program is a token: its latent is normed, its key rotated, and both are stored; its queries are rotated.
+
+    With WRITE_BACK rows become the stored numbers.
+    """
     wait(PDL)
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slot_mapping + token)
@@ -114,7 +118,8 @@ def _latent_store_kernel(
     FLOAT8: tl.constexpr = kv_scales is not None
     column = tl.arange(0, RANK_TILE)
     known = column < RANK
-    latent = tl.load(rows + token * row_stride + column, mask=known & there, other=0.0).to(tl.float32)
+    source = rows + token * row_stride
+    latent = tl.load(source + column, mask=known & there, other=0.0).to(tl.float32)
     gain = tl.load(norm_weight + column, mask=known, other=0.0).to(tl.float32)
     latent = latent * tl.rsqrt(tl.sum(latent * latent, 0) / RANK + eps) * gain
     target = latents + slot * (RANK + 2 * HALF)
@@ -122,12 +127,16 @@ def _latent_store_kernel(
     if FLOAT8:
         latent = to_float8(latent, key_inverse(kv_scales, 0, 1))
     tl.store(target + column, latent, mask=known & there)
+    if WRITE_BACK:
+        if FLOAT8:
+            latent = latent.to(tl.float32) * key_scale(kv_scales, 0, 1)
+        tl.store(source + column, latent.to(dtype), mask=known & there)
 
     i = tl.arange(0, HALF_TILE)
     turned = (i < HALF) & there
     cosine = tl.load(cos_sin + position * (2 * HALF) + i, mask=turned, other=0.0)
     sine = tl.load(cos_sin + position * (2 * HALF) + HALF + i, mask=turned, other=0.0)
-    key = rows + token * row_stride + RANK + i
+    key = source + RANK + i
     low = tl.load(key, mask=turned, other=0.0).to(tl.float32)
     high = tl.load(key + HALF, mask=turned, other=0.0).to(tl.float32)
     first, second = (low * cosine - high * sine).to(dtype), (high * cosine + low * sine).to(dtype)
@@ -136,6 +145,12 @@ def _latent_store_kernel(
         first, second = to_float8(first, inverse), to_float8(second, inverse)
     tl.store(target + RANK + i, first, mask=turned)
     tl.store(target + RANK + HALF + i, second, mask=turned)
+    if WRITE_BACK:
+        if FLOAT8:
+            scale = value_scale(kv_scales, 0, 1)
+            first, second = first.to(tl.float32) * scale, second.to(tl.float32) * scale
+        tl.store(key, first.to(dtype), mask=turned)
+        tl.store(key + HALF, second.to(dtype), mask=turned)
 
     head = tl.arange(0, HEAD_TILE)[:, None]
     query = q_rope + token * q_token_stride + head * q_head_stride + i[None, :]
@@ -144,6 +159,14 @@ def _latent_store_kernel(
     high = tl.load(query + HALF, mask=inside, other=0.0).to(tl.float32)
     tl.store(query, (low * cosine[None, :] - high * sine[None, :]).to(dtype), mask=inside)
     tl.store(query + HALF, (high * cosine[None, :] + low * sine[None, :]).to(dtype), mask=inside)
+
+
+@triton.jit
+def _is_of_first_chunk(token_slot, token, position, slot, there):
+    """Say if a token's chunk begins its text: then so many tokens before it in the step as in the text is one of its
+    row, and otherwise one of another row."""
+    begin = token - position
+    return tl.load(token_slot + begin, mask=there & (begin >= 0), other=-1) == slot
 
 
 @kernel
@@ -177,9 +200,11 @@ def _latent_kernel(
     ROPE_TILE: tl.constexpr,
     PIECES: tl.constexpr,
     STAGES: tl.constexpr,
+    LATER_ALONE: tl.constexpr,
     WIDEN: tl.constexpr,
     PDL: tl.constexpr,
 ):
+    """With LATER_ALONE tokens of chunks that begin their text are left out."""
     wait(PDL)
     first_token = tl.program_id(0) * TOKENS
     piece = tl.program_id(2)
@@ -190,6 +215,8 @@ def _latent_kernel(
     slot = tl.load(token_slot + token, mask=real, other=-1)
     position = tl.load(positions + token, mask=real, other=0)
     real = real & (slot >= 0)
+    if LATER_ALONE:
+        real = real & ~_is_of_first_chunk(token_slot, token, position, slot, real)
     column, place = tl.arange(0, RANK_TILE), tl.arange(0, ROPE_TILE)
     at = q + token[:, None] * q_token_stride + head[:, None] * q_head_stride + column[None, :]
     query = tl.load(at, mask=real[:, None] & (column < RANK)[None, :], other=0.0)
@@ -256,17 +283,23 @@ def _latent_sum_kernel(
     sums,
     stats,
     token_slot,
+    positions,
     out,
     HEADS: tl.constexpr,
     RANK: tl.constexpr,
     RANK_TILE: tl.constexpr,
     PIECES: tl.constexpr,
+    LATER_ALONE: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """A program adds up the pieces of a head of a token."""
     wait(PDL)
     one = tl.program_id(0).to(tl.int64)
-    there = tl.load(token_slot + one // HEADS) >= 0
+    token = one // HEADS
+    slot = tl.load(token_slot + token)
+    there = slot >= 0
+    if LATER_ALONE:
+        there = there & ~_is_of_first_chunk(token_slot, token, tl.load(positions + token), slot, there)
     column = tl.arange(0, RANK_TILE)
     inside = (column < RANK) & there
     piece = one * PIECES + tl.arange(0, PIECES)
@@ -280,11 +313,14 @@ def _latent_sum_kernel(
 
 def latent_attention(
     q: Tensor, q_rope: Tensor, rows: Tensor, layer: LatentLayer, cache: LayerLatentCache, step: DeviceStep,
-    plan: LatentPlan, *, pdl: bool = False,
+    plan: LatentPlan, *, later_alone: bool = False, pdl: bool = False,
 ) -> Tensor:  # fmt: skip
-    """``Ops.latent_attention``. Tokens of no row are left as they are. Raises ValueError for tensors that do not fit.
+    """Store the step's latents, and attend with absorbed queries: [tokens, heads, rank].
 
-    q, q_rope and rows may be strided, but their last axis; q_rope is rotated in place.
+    q [tokens, heads, rank] are the absorbed parts of queries, q_rope [tokens, heads, rope] those that are rotated, here
+    and in place, and rows [tokens, width] the latents before their norm and the keys. All may be strided, but for their
+    last axis. Tokens of no row are left as they are. With ``later_alone`` so are those of chunks that begin their text,
+    and rows become what is stored. Raises ValueError for tensors that do not fit.
     """
     tokens, heads, latents = step.num_tokens, layer.num_heads, cache.latents
     check_dtype(q, "q")
@@ -306,7 +342,7 @@ def latent_attention(
         q_rope, rows, layer.norm_weight, layer.norm_eps, layer.cos_sin, step.positions, step.slot_mapping, latents,
         cache.scales, q_rope.stride(0), q_rope.stride(1), rows.stride(0), HEADS=heads, RANK=layer.rank,
         HALF=layer.rope // 2, HEAD_TILE=triton.next_power_of_2(heads), RANK_TILE=rank_tile,
-        HALF_TILE=triton.next_power_of_2(layer.rope // 2), num_warps=4, **options,
+        HALF_TILE=triton.next_power_of_2(layer.rope // 2), WRITE_BACK=later_alone, num_warps=4, **options,
     )  # fmt: skip
     out = empty_rows(tokens, heads * layer.rank, q.dtype, q.device).view(tokens, heads, layer.rank)
     sums, stats = out, out
@@ -321,11 +357,11 @@ def latent_attention(
         HEADS=heads, RANK=layer.rank, ROPE=layer.rope, BLOCK_SIZE=latents.shape[1], TOKENS=plan.tokens,
         GROUP=plan.heads, M=plan.tokens * plan.heads, N=plan.keys, RANK_TILE=rank_tile,
         ROPE_TILE=max(16, triton.next_power_of_2(layer.rope)), PIECES=plan.pieces, STAGES=plan.stages,
-        WIDEN=must_widen(q.dtype), num_warps=plan.warps, num_stages=plan.stages, **options,
+        LATER_ALONE=later_alone, WIDEN=must_widen(q.dtype), num_warps=plan.warps, num_stages=plan.stages, **options,
     )  # fmt: skip
     if plan.pieces > 1:
         _latent_sum_kernel[(tokens * heads,)](
-            sums, stats, step.token_slot, out, HEADS=heads, RANK=layer.rank, RANK_TILE=rank_tile, PIECES=plan.pieces,
-            num_warps=4, **options,
+            sums, stats, step.token_slot, step.positions, out, HEADS=heads, RANK=layer.rank, RANK_TILE=rank_tile,
+            PIECES=plan.pieces, LATER_ALONE=later_alone, num_warps=4, **options,
         )  # fmt: skip
     return out
