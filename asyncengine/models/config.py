@@ -370,7 +370,7 @@ class ModelConfig:
             return ""
         if self.foreign:
             return "runs modules of transformers"
-        if not all(isinstance(spec, KVSpec) for spec in self.layer_caches) or self.norms_values:
+        if not all(isinstance(spec, KVSpec | LatentSpec) for spec in self.layer_caches) or self.norms_values:
             return "has layers other than attention with keys and values of their own, or norms of values"
         if self.qk_norm_over_all:
             return "norms queries and keys over all heads together"
@@ -387,7 +387,7 @@ class ModelConfig:
             spec._replace(num_heads=spec.num_heads // ranks) if isinstance(spec, KVSpec) else spec
             for spec in self.layer_caches
         )
-        heads, kv_heads = self.num_heads // ranks, self.num_kv_heads // ranks
+        heads, kv_heads = self.num_heads // ranks, max(1, self.num_kv_heads // ranks)  # each rank has all latents
         return replace(self, num_heads=heads, num_kv_heads=kv_heads, layer_caches=tuple(caches)) if ranks > 1 else self
 
     def kv_spec(self, index: int) -> KVSpec | None:

@@ -72,29 +72,36 @@ def latent_block(layer: LayerWeights, cos_sin: Tensor | None) -> LatentAttention
     turned = head_order(config.layer_ropes[layer.index], latent.rope_dim)
     of_query, of_row = (_behind(size, turned) for size in (latent.key_dim, latent.rank))
     rank, of_queries = latent.query_rank, heads * latent.query_dim
-    first = ("q_a_proj", rank, None) if rank else ("q_proj", of_queries, of_query)
+    # Ranks share heads. Each makes all latents.
+    own, own_queries = weights.own(heads), weights.own(of_queries)
     matrices, biases = [], []
-    for module, size, order in (first, ("kv_a_proj_with_mqa", latent.spec.width, of_row)):
-        matrices.append(weights.weight(f"{name}.{module}", size, hidden, order=order))
-        biased = config.qkv_bias and module != "q_proj"
-        zeros = torch.zeros(size, dtype=weights.dtype, device=ops.device) if config.qkv_bias else None
-        biases.append(weights.bias(f"{name}.{module}", size, order=order) if biased else zeros)
+    if rank:
+        matrices.append(weights.weight(f"{name}.q_a_proj", rank, hidden))
+        biases.append(weights.bias(f"{name}.q_a_proj", rank) if config.qkv_bias else None)
+    else:
+        matrices.append(weights.weight(f"{name}.q_proj", of_queries, hidden, cut="rows", order=of_query))
+        zeros = torch.zeros(own_queries, dtype=weights.dtype, device=ops.device)
+        biases.append(zeros if config.qkv_bias else None)
+    module, width = f"{name}.kv_a_proj_with_mqa", latent.spec.width
+    matrices.append(weights.weight(module, width, hidden, order=of_row))
+    biases.append(weights.bias(module, width, order=of_row) if config.qkv_bias else None)
     inputs = ops.make_linear(weights.side_by_side(matrices), biases)
     query_norm, queries = None, None
     if rank:
         query_norm = Norm(weights.tensor(f"{name}.q_a_layernorm.weight", rank), None, NORM_EPS)
-        queries = ops.make_linear([weights.weight(f"{name}.q_b_proj", of_queries, rank, order=of_query)], [None])
-    up = weights.table(f"{name}.kv_b_proj", heads * (latent.key_dim + latent.value_dim), latent.rank)
+        matrix = weights.weight(f"{name}.q_b_proj", of_queries, rank, cut="rows", order=of_query)
+        queries = ops.make_linear([matrix], [None])
+    up = weights.table(f"{name}.kv_b_proj", heads * (latent.key_dim + latent.value_dim), latent.rank, cut="rows")
     [whole] = tensors_of([up], "weight", DENSE)
     attention = LatentLayer(
-        heads, latent.rank, latent.rope_dim, weights.tensor(f"{name}.kv_a_layernorm.weight", latent.rank), NORM_EPS,
+        own, latent.rank, latent.rope_dim, weights.tensor(f"{name}.kv_a_layernorm.weight", latent.rank), NORM_EPS,
         cos_sin, config.layer_scales[layer.index],
-        ops.make_latent_up(whole.view(heads, -1, latent.rank), latent.key_dim),
+        ops.make_latent_up(whole.view(own, -1, latent.rank), latent.key_dim),
     )  # fmt: skip
     output = layer.linear("self_attn", {"o": hidden}, heads * latent.value_dim, "columns", bias=config.output_bias)
     before = layer.block_norm(config.layer_norms.before_attention)
     assert before is not None
-    return LatentAttentionBlock(before, inputs, rank or of_queries, query_norm, queries, attention, output)
+    return LatentAttentionBlock(before, inputs, rank or own_queries, query_norm, queries, attention, output)
 
 
 def _behind(size: int, order: Tensor | None) -> Tensor | None:

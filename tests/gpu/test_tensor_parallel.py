@@ -38,6 +38,14 @@ MODEL = {
 }  # fmt: skip
 
 
+LATENT = {
+    "architectures": ["DeepseekV3ForCausalLM"], "head_dim": None, "num_key_value_heads": 4, "kv_lora_rank": 64,
+    "q_lora_rank": 64, "qk_rope_head_dim": 16, "qk_nope_head_dim": 32, "v_head_dim": 32, "n_routed_experts": 8,
+    "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, "moe_intermediate_size": 64, "first_k_dense_replace": 1,
+}  # fmt: skip
+"""A small model with latent attention and experts, beside ``MODEL``."""
+
+
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     return made(tmp_path_factory.mktemp("model"))
@@ -125,6 +133,11 @@ def test_tokens_are_those_of_one_gpu(model: str, config: dict[str, Any]) -> None
 
     assert asyncio.run(run(2)) == asyncio.run(run(1))
     assert torch.cuda.current_device() == 0
+
+
+@pytest.mark.parametrize("config", [{"steps_in_flight": 2}, {"kv_cache_dtype": "fp8"}], ids=["", "float8"])
+def test_both_gpus_keep_all_latents(tmp_path: Path, config: dict[str, Any]) -> None:
+    test_tokens_are_those_of_one_gpu(made(tmp_path, **LATENT), config)
 
 
 def test_the_first_gpu_has_all_of_a_head_that_ranks_do_not_divide(tmp_path: Path) -> None:
