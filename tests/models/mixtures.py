@@ -92,6 +92,19 @@ MIXTURES: dict[str, tuple[str, dict[str, Any]]] = {
             },
         },
     ),
+    "deepseek-v3-kimi-k2": (
+        "DeepseekV3",
+        LATENT
+        | {
+            "q_lora_rank": 24, "n_routed_experts": 12, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1,
+            "first_k_dense_replace": 1, "moe_intermediate_size": 24, "n_shared_experts": 1,
+            "routed_scaling_factor": 2.827, "initializer_range": 0.2,
+            "rope_parameters": {
+                "rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 16, "rope_theta": 50_000.0,
+                "beta_fast": 1.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0,
+            },
+        },
+    ),
     "deepseek-v2": (
         "DeepseekV2",
         LATENT

@@ -231,6 +231,24 @@ def test_a_model_for_images_in_short(tmp_path: Path) -> None:
     assert raw.dtype == "bfloat16"
 
 
+def test_kimi_k2_is_a_deepseek_v3_by_another_name(tmp_path: Path) -> None:
+    """Its config.json names DeepSeek's architecture, a type of its own, code of its own and positions by old names."""
+    model = tiny.build_model("deepseek-v3-kimi-k2")
+    model.save_pretrained(tmp_path)
+    rope = json.loads((tmp_path / "config.json").read_text())["rope_parameters"]
+    edit(
+        tmp_path / "config.json", model_type="kimi_k2",
+        auto_map={"AutoConfig": "configuration_deepseek.DeepseekV3Config"},
+        rope_parameters=None, rope_theta=rope.pop("rope_theta"), rope_scaling={"type": rope.pop("rope_type")} | rope,
+        scoring_func="sigmoid", topk_method="noaux_tc", moe_layer_freq=1, num_nextn_predict_layers=0,
+        aux_loss_alpha=0.001, seq_aux=True, pretraining_tp=1,
+    )  # fmt: skip
+    driver = tiny.Driver(load(tmp_path))
+    sequence = driver.add(PROMPT, 60)
+    driver.run([sequence], 20, 7)
+    assert sequence.generated == tiny.generate(model, PROMPT, 20)
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
