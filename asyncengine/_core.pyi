@@ -126,11 +126,14 @@ class StepBatch:
         self, input_ids: Sequence[int], positions: Sequence[int], slot_mapping: Sequence[int],
         query_start: Sequence[int], context_len: Sequence[int], block_tables: Sequence[Sequence[int]],
         sample_index: Sequence[int], sample_position: Sequence[int] = ..., sampling: Sequence[SamplingState] = ...,
+        window_tables: Sequence[Sequence[Sequence[int]]] = ..., window_slots: Sequence[Sequence[int]] = ...,
     ) -> None:  # fmt: skip
-        """Copy a batch, for tests. sampling: per sampled row. Raises ValueError where lengths contradict each other."""
+        """Copy a batch, for tests. sampling: per sampled row. block_tables and slot_mapping are those of group 0, and
+        window_tables and window_slots those of each group behind it. Raises ValueError where lengths contradict."""
     num_tokens: Final[int]
     num_rows: Final[int]
     num_samples: Final[int]
+    num_groups: Final[int]  # of layers, each with block tables of its own
     num_lanes: Final[int]  # the last tokens, in which rows of the host cross
     needs: Final[int]  # bits of Need of the sampled rows
     @property
@@ -160,8 +163,11 @@ class StepBatch:
     means: Final[list[tuple[int, int, int]]]
     """Rows of Need.mean: row, slot, and the sample that gives the mean, or -1: more of the prompt is to come."""
     def only_sampled(self) -> StepBatch: ...
-    def block_table(self, row: int, num_blocks: int) -> npt.NDArray[np.int32]:
-        """The first num_blocks block ids of a row; how many there are, the caller knows from its length."""
+    def block_table(self, row: int, num_blocks: int, group: int = 0) -> npt.NDArray[np.int32]:
+        """The first num_blocks block ids of a row in the table of a group (LayerKVCache.group); how many there are, the
+        caller knows from its length. Raises IndexError."""
+    def slots_of(self, group: int) -> npt.NDArray[np.int64]:
+        """[T] slot_mapping in the blocks of a group. Raises IndexError."""
 
 class CodeType(enum.Enum):  # of a weight whose columns share scales in groups
     int4 = 0
@@ -215,7 +221,9 @@ class PagedKV:
 
     With scales, float32 [2, 2, Hk] of keys and values, scales and inverses, it is in float8 (e4m3)."""
 
-    def __init__(self, k: int, v: int, num_kv_heads: int, head_dim: int, block_size: int, scales: int = 0) -> None: ...
+    def __init__(
+        self, k: int, v: int, num_kv_heads: int, head_dim: int, block_size: int, scales: int = 0, group: int = 0
+    ) -> None: ...
 
 def draw_token(logits: npt.NDArray[np.float32], state: SamplingState, position: int) -> int:
     """Draw a token from float32 [vocabulary], as the CPU does; -1 if NaN or +inf is among them, or none is finite."""
@@ -301,8 +309,9 @@ class SchedulerConfig:
         prefill_chunk_size: int = 0, max_model_len: int = 0, prefix_caching: bool = True,
         token_buckets: Sequence[int] = (), max_samples: int = 0, max_update_words: int = 0, max_result_words: int = 0,
         mask_words: int = 0, num_host_blocks: int = 0, costs: StepCosts = ..., targets: ItlTargets = ...,
-        paced_chunk_size: int = 0, hybrid: HybridConfig = ..., window: int = 0, num_state_slots: int = 0,
-        state_snapshot_tokens: int = 0, answer_snapshot_tokens: int = 256, num_block_events: int = 0,
+        paced_chunk_size: int = 0, hybrid: HybridConfig = ..., window: int = 0, window_groups: int = 0,
+        group_window: int = 0, num_state_slots: int = 0, state_snapshot_tokens: int = 0,
+        answer_snapshot_tokens: int = 256, num_block_events: int = 0,
     ) -> None: ...  # fmt: skip
 
 class CostPoint:
@@ -334,8 +343,14 @@ class StepCosts:
 
 class BlockManager:
     def __init__(
-        self, num_blocks: int, block_size: int, prefix_caching: bool, num_host_blocks: int = 0, num_events: int = 0
-    ) -> None: ...
+        self, num_blocks: int, block_size: int, prefix_caching: bool, num_host_blocks: int = 0, num_events: int = 0,
+        window_groups: int = 0,
+    ) -> None: ...  # fmt: skip
+    def accompany(self, entry: int, group: int, block: int, /) -> None:
+        """Make the block of a window group findable through one that is known, unless that has one already."""
+    def companion(self, entry: int, group: int, /) -> int: ...  # or -1
+    def match_windows(self, chain: list[int], window: int, /) -> int:
+        """Count the blocks of the chain with which a sequence may begin whose groups see so many tokens."""
     num_free: Final[int]
     def changes(self, most: int) -> list[BlockChange]: ...  # as StepLoop.block_changes
     def ref_count(self, block: int, /) -> int: ...

@@ -36,6 +36,14 @@ class ModelInfo:
     """States that there is room for, of sequences and of snapshots; 0: no layer keeps a state."""
     window: int = 0
     """Tokens that the layers see, the most that one does, where every layer has a window; 0: a layer sees all."""
+    window_groups: int = 0
+    """Groups of layers that see ``group_window`` tokens, each with blocks of its own, where others see all; 0: a block
+    holds all layers."""
+    group_window: int = 0
+    window_blocks: int = 0
+    """Blocks that such a group holds of one sequence at most."""
+    layers_per_block: int = 0
+    """Layers that a block has room for; 0: all."""
     can_decode_on_host: bool = False
     """True if threads of the host can attend for sequences of this model (EngineConfig.hybrid_attention)."""
     host_obstacle: str = ""
@@ -59,8 +67,22 @@ class ModelInfo:
     @property
     def kv_layer_token_bytes(self) -> float:
         """Bytes of keys and values of a token in one layer."""
-        return self.kv_bytes_per_block / (self.block_size * max(1, self.num_kv_layers))
+        return self.kv_bytes_per_block / (self.block_size * max(1, self.layers_per_block or self.num_kv_layers))
+
+    @property
+    def kv_bytes_per_sequence(self) -> int:
+        """Bytes of keys and values that a sequence of max_model_len tokens holds at most."""
+        entries = -(-self.max_model_len // self.block_size)
+        return (entries + self.window_groups * min(entries, self.window_blocks)) * self.kv_bytes_per_block
+
+    @property
+    def kv_capacity_sequences(self) -> float:
+        """Sequences of max_model_len tokens that the cache holds at the same time."""
+        windows = self.window_groups * min(self.max_model_len, self.window_blocks * self.block_size)
+        return self.num_kv_blocks * self.block_size / (self.max_model_len + windows)
 
     @property
     def kv_capacity_tokens(self) -> int:
-        return self.num_kv_blocks * self.block_size
+        """Tokens of the longest sequence that the cache holds."""
+        alike = self.num_kv_blocks // (1 + self.window_groups)
+        return max(alike, self.num_kv_blocks - self.window_groups * self.window_blocks) * self.block_size

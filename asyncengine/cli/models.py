@@ -107,7 +107,8 @@ def _lines(report: ModelReport) -> Iterable[str]:
         yield f"  projections      {form}"
     if report.head_format:
         yield f"  head             {report.head_format}"
-    yield f"  keys and values  {_size(report.kv_bytes_per_token)} a token"
+    a_sequence = f"{_size(report.kv_bytes_per_sequence)} a sequence of {report.context:,}"
+    yield f"  keys and values  {_size(report.kv_bytes_per_token)} a token, at most {a_sequence}"
     if report.state_bytes_per_sequence:
         size, snapshots = report.state_bytes_per_sequence, report.state_snapshots or 0
         kept = f"{snapshots:,} snapshots, {_size(snapshots * size)}"

@@ -134,7 +134,7 @@ class CommonQueue(LiveRequests):
         self.loop = asyncio.get_running_loop()
         for place in self._places:
             model = place.life.model
-            place.warmth = Warmth(model.num_kv_blocks * model.block_size // PIECE_TOKENS)
+            place.warmth = Warmth(model.kv_capacity_tokens // PIECE_TOKENS)
             place.life.after_news = partial(self._news, place)
 
     def close(self) -> None:

@@ -103,7 +103,7 @@ class EngineReplica:
     def record_routing_stats(self) -> dict[str, float]:
         """Load of the replica, for ``PrefixRouter``."""
         info = self._engine.model_info
-        pieces = info.num_kv_blocks * info.block_size // PIECE_TOKENS
+        pieces = info.kv_capacity_tokens // PIECE_TOKENS
         return {"queued_tokens": self._engine.load().queued_tokens, "pieces": pieces}
 
 

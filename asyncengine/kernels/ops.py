@@ -136,6 +136,8 @@ class LayerKVCache(NamedTuple):
     and values are in the model's dtype."""
     number: int = 0
     """Index of this layer among the layers that keep keys and values."""
+    group: int = 0
+    """Group of layers that share a block table: 0 sees all tokens, others have a window. CPU only."""
 
 
 class LayerLatentCache(NamedTuple):

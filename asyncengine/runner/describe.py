@@ -19,6 +19,7 @@ from asyncengine.models.registry import FAMILIES, Family
 from asyncengine.models.weights.hub import resolve_model
 from asyncengine.models.weights.source import WeightsOfKind
 from asyncengine.runner.state import memory
+from asyncengine.runner.state.groups import choose_groups
 from asyncengine.runner.steps.model_runner import (
     check_layers,
     choose_max_model_len,
@@ -89,6 +90,9 @@ class ModelReport:
     has_weights: bool | None = None
     """The directory holds weights, whose names and shapes are those of the model. False: there is config.json alone."""
     kv_bytes_per_token: int | None = None
+    """Bytes of a token that all layers keep."""
+    kv_bytes_per_sequence: int | None = None
+    """Bytes that a sequence of ``context`` tokens holds at most: layers with a window may keep that alone."""
     state_bytes_per_sequence: int | None = None
     state_snapshots: int | None = None
     """Snapshots of states that the prefix cache has room for, each as large as the state of a sequence."""
@@ -101,6 +105,7 @@ class ModelReport:
     kv_memory_bytes: int | None = None
     """Memory for keys and values; on a GPU about so much."""
     kv_tokens: int | None = None
+    """Tokens of the longest sequence that it holds."""
     sequences: int | None = None
     """Sequences of ``context`` tokens that fit at the same time, at most max_num_seqs."""
 
@@ -175,13 +180,17 @@ def describe_model(config: EngineConfig, device: str, memory_bytes: int | None =
     except ModelError as e:
         return ModelReport(config.model, "refused", str(e))
     ranks = config.tensor_parallel_size
-    of_block = ranks * memory.block_bytes(model, config.block_size, memory.kv_dtype(config, dtype))
+    groups, cached = choose_groups(config, model, context, device), memory.kv_dtype(config, dtype)
+    of_token = ranks * memory.block_bytes(model, config.block_size, cached) // config.block_size
+    of_block = ranks * memory.page_bytes(model, config.block_size, cached, groups)
     total = _memory_of(config, device) if memory_bytes is None else memory_bytes
     devices = ranks if device == "cuda" else 1
     room = devices * _kv_room(config, model, dtype, device, total, ranks // devices * weight_bytes)
-    per_sequence = _blocks_per_sequence(config, model, context)
+    per_sequence = groups.blocks_for(_blocks_per_sequence(config, model, context))
     # Blocks that hold nothing only count tokens: there are all that sequences can use.
-    num_blocks = config.num_kv_blocks or (room // of_block if of_block else config.max_num_seqs * per_sequence)
+    num_blocks = room // of_block if of_block else config.max_num_seqs * per_sequence
+    if config.num_kv_blocks:
+        num_blocks = config.num_kv_blocks * groups.count
     return ModelReport(
         model=config.model,
         way="transformers" if model.foreign else "native",
@@ -198,14 +207,15 @@ def describe_model(config: EngineConfig, device: str, memory_bytes: int | None =
         head_format=head_format,
         bits_per_weight=round(8 * ranks * weight_bytes / num_parameters, 2) if num_parameters else None,
         has_weights=has_weights,
-        kv_bytes_per_token=of_block // config.block_size,
+        kv_bytes_per_token=of_token,
+        kv_bytes_per_sequence=per_sequence * of_block,
         state_bytes_per_sequence=memory.state_bytes(model),
         state_snapshots=memory.num_snapshots(config, model, total),
         context=context,
         window=model.longest_window,
         memory_bytes=devices * total,
         kv_memory_bytes=num_blocks * of_block,
-        kv_tokens=num_blocks * config.block_size,
+        kv_tokens=groups.entries_in(num_blocks) * config.block_size,
         sequences=min(config.max_num_seqs, num_blocks // per_sequence),
     )
 

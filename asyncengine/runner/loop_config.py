@@ -134,6 +134,8 @@ def scheduler_config(
         paced_chunk_size=0 if chunk in (None, default) else chunk,
         hybrid=hybrid_config(config, model_info, costs),
         window=model_info.window,
+        window_groups=model_info.window_groups,
+        group_window=model_info.group_window,
         num_state_slots=model_info.num_state_slots,
         state_snapshot_tokens=-(-config.state_snapshot_tokens // config.block_size) * config.block_size,
         num_block_events=_block_events(model_info) if config.kv_events else 0,

@@ -183,14 +183,13 @@ async def _serve_until(
 
 def _log_ready(server: HttpServer, engine: Engine, seconds: float) -> None:
     info = engine.model_info
-    tokens = info.num_kv_blocks * info.block_size
     logger.info(
         "model %s: %s, %.1f M parameters, %s, on %s, loaded in %.1f s",
         server.app.model_name, info.architecture, info.num_parameters / 1e6, info.dtype, info.device_label, seconds,
     )  # fmt: skip
     logger.info(
         "KV cache: %d tokens, %.1f sequences of the full context of %d tokens",
-        tokens, tokens / info.max_model_len, info.max_model_len,
+        info.kv_capacity_tokens, info.kv_capacity_sequences, info.max_model_len,
     )  # fmt: skip
     needs_key = bool(server.app.config.api_keys)
     example = example_request(server.url, server.app.model_name, engine, needs_key=needs_key)

@@ -83,6 +83,10 @@ void check_config(const SchedulerConfig& c) {
           "max_num_batched_tokens must leave room for lanes beside max_num_seqs");
   require(c.paced_chunk_size >= 0, "chunks must not be negative");
   require(c.window >= 0, "window must not be negative");
+  require(c.window_groups >= 0 && (c.window_groups == 0) == (c.group_window == 0) && c.group_window >= 0,
+          "window groups have a window");
+  require(c.window_groups == 0 || (c.window == 0 && c.num_host_blocks == 0 && c.num_state_slots == 0),
+          "window groups go with neither a window of all layers, host blocks nor states");
   require(c.num_block_events >= 0, "num_block_events must not be negative");
   require(c.num_state_slots == 0 || c.num_state_slots >= c.max_num_seqs, "num_state_slots must be 0, or max_num_seqs at least");
   require(c.state_snapshot_tokens >= 0 && c.state_snapshot_tokens % c.block_size == 0,
@@ -152,8 +156,17 @@ void bind_core(py::module_& m) {
   bind_record<SchedulerConfig>(m, "SchedulerConfig", check_config);
 
   py::class_<BlockManager>(m, "BlockManager")
-      .def(py::init<int32_t, int32_t, bool, int32_t, int32_t>(), py::arg("num_blocks"), py::arg("block_size"),
-           py::arg("prefix_caching"), py::arg("num_host_blocks") = 0, py::arg("num_events") = 0)
+      .def(py::init<int32_t, int32_t, bool, int32_t, int32_t, int32_t>(), py::arg("num_blocks"), py::arg("block_size"),
+           py::arg("prefix_caching"), py::arg("num_host_blocks") = 0, py::arg("num_events") = 0, py::arg("window_groups") = 0)
+      .def("accompany", &BlockManager::accompany)
+      .def("companion", &BlockManager::companion)
+      .def("match_windows",
+           [](const BlockManager& self, const std::vector<int32_t>& chain, int32_t window) {
+             const auto first_seen = [&](int32_t blocks) {
+               return std::max(0, (blocks * self.block_size() - window + 1) / self.block_size());
+             };
+             return self.match_windows(chain.data(), static_cast<int32_t>(chain.size()), first_seen);
+           })
       .def(
           "changes", [](BlockManager& self, size_t most) { return block_changes(self.events(), most); }, py::arg("most"))
       .def_property_readonly("num_free", &BlockManager::num_free)

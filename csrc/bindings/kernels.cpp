@@ -18,17 +18,21 @@
 namespace asyncengine {
 namespace {
 
+using Tables = std::vector<std::vector<int32_t>>;  // one for each row
+
 // A StepBatch made in Python: it owns what a step's own batch points to.
 struct OwnedStepBatch : StepBatch {
-  std::vector<std::vector<int32_t>> owned_tables;
+  Tables owned_tables;
+  std::vector<Tables> owned_window_tables;
   std::vector<SamplingState> owned_states;
 };
 
 std::shared_ptr<StepBatch> make_step_batch(std::vector<int64_t> input_ids, std::vector<int64_t> positions,
                                            std::vector<int64_t> slot_mapping, std::vector<int32_t> query_start,
-                                           std::vector<int32_t> context_len, std::vector<std::vector<int32_t>> block_tables,
-                                           std::vector<int64_t> sample_index, std::vector<int64_t> sample_position,
-                                           std::vector<SamplingState> sampling) {
+                                           std::vector<int32_t> context_len, Tables block_tables, std::vector<int64_t> sample_index,
+                                           std::vector<int64_t> sample_position, std::vector<SamplingState> sampling,
+                                           std::vector<Tables> window_tables,
+                                           const std::vector<std::vector<int64_t>>& window_slots) {
   const size_t tokens = input_ids.size(), rows = context_len.size();
   require(positions.size() == tokens && slot_mapping.size() == tokens,
           "input_ids, positions and slot_mapping must have one entry per token");
@@ -37,6 +41,11 @@ std::shared_ptr<StepBatch> make_step_batch(std::vector<int64_t> input_ids, std::
   require(query_start.front() == 0 && static_cast<size_t>(query_start.back()) == tokens,
           "query_start must lead from 0 to the number of tokens");
   require(sample_position.size() == sampling.size(), "sample_position and sampling must have the same length");
+  require(window_tables.size() == window_slots.size(), "window_tables and window_slots must have one entry per group");
+  for (size_t group = 0; group < window_tables.size(); ++group) {
+    require(window_tables[group].size() == rows && window_slots[group].size() == tokens,
+            "a window group needs a table per row and a slot per token");
+  }
 
   auto batch = std::make_shared<OwnedStepBatch>();
   batch->num_tokens = static_cast<int32_t>(tokens);
@@ -51,6 +60,14 @@ std::shared_ptr<StepBatch> make_step_batch(std::vector<int64_t> input_ids, std::
   batch->sample_index = std::move(sample_index);
   batch->owned_tables = std::move(block_tables);
   for (const std::vector<int32_t>& table : batch->owned_tables) batch->block_tables.push_back(table.data());
+  batch->window_groups = static_cast<int32_t>(window_tables.size());
+  batch->owned_window_tables = std::move(window_tables);
+  for (const Tables& tables : batch->owned_window_tables) {
+    for (const std::vector<int32_t>& table : tables) batch->window_tables.push_back(table.data());
+  }
+  for (const std::vector<int64_t>& slots : window_slots) {
+    batch->window_slots.insert(batch->window_slots.end(), slots.begin(), slots.end());
+  }
   batch->owned_states = std::move(sampling);
   for (size_t i = 0; i < batch->owned_states.size(); ++i) {
     const SamplingState& state = batch->owned_states[i];
@@ -167,10 +184,12 @@ void bind_step_batch(py::module_& m) {
   py::class_<StepBatch, std::shared_ptr<StepBatch>>(m, "StepBatch")
       .def(py::init(&make_step_batch), py::arg("input_ids"), py::arg("positions"), py::arg("slot_mapping"), py::arg("query_start"),
            py::arg("context_len"), py::arg("block_tables"), py::arg("sample_index"),
-           py::arg("sample_position") = std::vector<int64_t>{}, py::arg("sampling") = std::vector<SamplingState>{})
+           py::arg("sample_position") = std::vector<int64_t>{}, py::arg("sampling") = std::vector<SamplingState>{},
+           py::arg("window_tables") = std::vector<Tables>{}, py::arg("window_slots") = std::vector<std::vector<int64_t>>{})
       .def_readonly("num_tokens", &StepBatch::num_tokens)
       .def_readonly("num_rows", &StepBatch::num_rows)
       .def_readonly("num_samples", &StepBatch::num_samples)
+      .def_property_readonly("num_groups", &StepBatch::num_groups)
       .def_readonly("num_lanes", &StepBatch::num_host_tokens)
       .def_readonly("needs", &StepBatch::needs)
       .def_property_readonly("input_ids", array_property(&StepBatch::input_ids, &StepBatch::num_tokens))
@@ -199,12 +218,19 @@ void bind_step_batch(py::module_& m) {
           py::keep_alive<0, 1>())
       .def(
           "block_table",
-          [](const py::object& owner, int32_t row, py::ssize_t num_blocks) {
+          [](const py::object& owner, int32_t row, py::ssize_t num_blocks, int32_t group) {
             const StepBatch& batch = owner.cast<const StepBatch&>();
             if (row < 0 || row >= batch.num_rows) throw py::index_error("no such row");
-            return py::array_t<int32_t>(num_blocks, batch.block_tables[static_cast<size_t>(row)], owner);
+            return py::array_t<int32_t>(num_blocks, batch.tables_of(group)[row], owner);
           },
-          py::arg("row"), py::arg("num_blocks"));
+          py::arg("row"), py::arg("num_blocks"), py::arg("group") = 0)
+      .def(
+          "slots_of",
+          [](const py::object& owner, int32_t group) {
+            const StepBatch& batch = owner.cast<const StepBatch&>();
+            return py::array_t<int64_t>(batch.num_tokens, batch.slots_of(group), owner);
+          },
+          py::arg("group"));
 }
 
 }  // namespace
@@ -257,12 +283,14 @@ void bind_cpu_kernels(py::module_& m) {
            py::arg("dt_range"), py::arg("norm_before_gate"), py::arg("half_states"));
 
   py::class_<PagedKV>(m, "PagedKV")
-      .def(py::init([](Address k, Address v, int64_t num_kv_heads, int64_t head_dim, int64_t block_size, Address scales) {
-             require(block_size >= 16 && block_size % 16 == 0, "block_size must be a multiple of 16");
-             require(num_kv_heads >= 1 && head_dim >= 1, "num_kv_heads and head_dim must be at least 1");
-             return PagedKV{pointer(k), pointer(v), num_kv_heads, head_dim, block_size, pointer<const float>(scales)};
-           }),
-           py::arg("k"), py::arg("v"), py::arg("num_kv_heads"), py::arg("head_dim"), py::arg("block_size"), py::arg("scales") = 0);
+      .def(py::init(
+               [](Address k, Address v, int64_t num_kv_heads, int64_t head_dim, int64_t block_size, Address scales, int32_t group) {
+                 require(block_size >= 16 && block_size % 16 == 0, "block_size must be a multiple of 16");
+                 require(num_kv_heads >= 1 && head_dim >= 1, "num_kv_heads and head_dim must be at least 1");
+                 return PagedKV{pointer(k), pointer(v), num_kv_heads, head_dim, block_size, group, pointer<const float>(scales)};
+               }),
+           py::arg("k"), py::arg("v"), py::arg("num_kv_heads"), py::arg("head_dim"), py::arg("block_size"), py::arg("scales") = 0,
+           py::arg("group") = 0);
 
   py::class_<CpuKernels, std::shared_ptr<CpuKernels>>(m, "CpuKernels")
       .def(py::init([](int num_threads, const std::string& isa) { return make_process_owned<CpuKernels>(num_threads, isa); }),

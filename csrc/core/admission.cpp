@@ -13,7 +13,8 @@ Admission::Admission(const SchedulerConfig& config, Roster& roster, const Pace& 
       block_size_(config.block_size),
       max_num_batched_tokens_(config.max_num_batched_tokens),
       max_delta_blocks_(config.max_delta_blocks()),
-      prefix_(static_cast<size_t>(config.max_blocks_per_sequence())) {
+      prefix_(static_cast<size_t>(config.max_blocks_per_sequence())),
+      window_prefix_(static_cast<size_t>(config.window_groups) * prefix_.size()) {
   deferred_.reserve(static_cast<size_t>(config.max_num_seqs));
   forking_.reserve(static_cast<size_t>(config.max_num_seqs));
 }
@@ -48,21 +49,27 @@ Admission::Result Admission::admit(Sequence& sequence, StepPlan& plan, int64_t n
   const Start begin = start(sequence, source, shared);
   int32_t unused = 0;
   for (int32_t i = begin.holes; i < shared; ++i) unused += blocks.ref_count(prefix_[static_cast<size_t>(i)]) == 0;
+  if (config_.window_groups > 0) [[unlikely]] {
+    unused += find_window_blocks(source, shared, begin.group_holes);
+  }
   if (roster_.tier() != nullptr && source == nullptr && !sequence.loaded) [[unlikely]] {
     if (load_from_host(sequence, whole)) return Result::kLeft;
   }
   const bool copies = source != nullptr && shared > (sequence.request->prompt_len - 1) / block_size_;  // not with states
-  const int32_t size = blocks_to_begin(sequence, shared) + copies;
+  const int32_t size = blocks_to_begin(sequence, shared) + (copies ? config_.num_groups() : 0);
   if (blocks.num_free() - unused < size) {
     roster_.block({&sequence, blocks.num_free(), unused + size, size});
     return Result::kWaits;
   }
   const int32_t deltas_left = max_delta_blocks_ - plan.num_delta_blocks;
-  if (!plan.empty() && std::min(whole, shared + max_num_batched_tokens_ / block_size_ + 2) > deltas_left) return Result::kWaits;
+  if (!plan.empty() && deltas_to_begin(whole, shared) > deltas_left) return Result::kWaits;
 
   sequence.loaded = false;
   sequence.reads_from = 0;
   Slot& slot = roster_.take_slot(sequence, std::span(prefix_).first(static_cast<size_t>(shared)), begin.holes);
+  if (config_.window_groups > 0) [[unlikely]] {
+    take_window_blocks(sequence.slot, shared, begin.group_holes);
+  }
   slot.computed = begin.computed;
   slot.published_end = begin.published_end;
   slot.chain = begin.chain;
@@ -120,7 +127,41 @@ void Admission::start_state(const Slot& slot, const Sequence* source, StepPlan& 
 int32_t Admission::blocks_to_begin(const Sequence& sequence, int32_t shared) const {
   const BlockManager& blocks = roster_.blocks();
   const int32_t rest = blocks.blocks_for(sequence.tokens.size()) - shared, window = config_.window_of_blocks();
-  return window > 0 ? std::min(rest, blocks.blocks_for(int64_t{window} + 2 * max_num_batched_tokens_) + 1) : rest;
+  if (window > 0) return std::min(rest, blocks.blocks_for(int64_t{window} + 2 * max_num_batched_tokens_) + 1);
+  return rest + config_.window_groups * config_.blocks_in_group(rest);
+}
+
+// Entries of block tables that the first step of the sequence brings, at most.
+int32_t Admission::deltas_to_begin(int32_t whole, int32_t shared) const {
+  return config_.num_groups() * std::min(whole, shared + max_num_batched_tokens_ / block_size_ + 2);
+}
+
+// Fills window_prefix_ with the blocks [holes, shared) of each window group, and returns how many of them nobody holds. A hole has
+// the number of the full group's block: no row sees it, but kernels may read it beside what they see, and multiply it with 0. The
+// full group has a layer at every place of a block, so that all of it was written, and no NaN is there.
+int32_t Admission::find_window_blocks(const Sequence* source, int32_t shared, int32_t holes) {
+  int32_t unused = 0;
+  for (int32_t group = 0; group < config_.window_groups; ++group) {
+    int32_t* blocks = window_prefix_.data() + static_cast<size_t>(group) * prefix_.size();
+    std::copy_n(prefix_.data(), std::min(holes, shared), blocks);
+    for (int32_t i = holes; i < shared; ++i) {
+      blocks[i] = source != nullptr ? roster_.tables().windows().at(group, source->slot, i)
+                                    : roster_.blocks().companion(prefix_[static_cast<size_t>(i)], group);
+      unused += roster_.blocks().ref_count(blocks[i]) == 0;
+    }
+  }
+  return unused;
+}
+
+// The slot, which has its full blocks, gets those of the window groups.
+void Admission::take_window_blocks(int32_t slot, int32_t shared, int32_t holes) {
+  WindowTables& windows = roster_.tables().windows();
+  for (int32_t group = 0; group < config_.window_groups; ++group) {
+    const int32_t* blocks = window_prefix_.data() + static_cast<size_t>(group) * prefix_.size();
+    for (int32_t i = 0; i < shared; ++i) windows.at(group, slot, i) = blocks[i];
+  }
+  windows.let_go(slot, holes);
+  roster_.tables().for_each_window_block(slot, [&](int32_t block) { roster_.blocks().retain(block); });
 }
 
 // ---- blocks that are there already ---------------------------------------------------------------------------------
@@ -139,6 +180,8 @@ Sequence* Admission::fork_source(const Sequence& sequence, const StepPlan& plan)
 // sibling needs to go on with its chain.
 bool Admission::shares_what_is_seen(const Sequence& first) const {
   const int32_t holes = roster_.tables().first_held(first.slot), prompt_len = first.request->prompt_len;
+  const int32_t group_holes = roster_.tables().windows().first_held(first.slot);
+  if (group_holes > 0 && group_holes > config_.unseen_in_groups(prompt_len - 1, prompt_len)) return false;
   if (holes == 0) return true;
   const int32_t whole = (prompt_len - 1) / block_size_;
   if (holes > config_.unseen_blocks(roster_.states().any() ? whole * block_size_ : prompt_len - 1, prompt_len)) return false;
@@ -158,6 +201,10 @@ int32_t Admission::find_prefix(const Sequence& sequence, const Sequence* source,
   const auto tokens_at = [&](int32_t position) { return sequence.tokens.at(position); };
   const int32_t most = prefix_limit(sequence);
   int32_t found = roster_.blocks().match_prefix(tokens_at, most, sequence.request->salt, prefix_.data(), with_host);
+  if (config_.window_groups > 0) [[unlikely]] {
+    const auto first_seen = [&](int32_t blocks) { return config_.unseen_in_groups(blocks * block_size_, blocks * block_size_); };
+    return roster_.blocks().match_windows(prefix_.data(), found, first_seen);
+  }
   if (!roster_.states().any()) return found;
   const auto known = [&](int32_t id) { return roster_.states().find(roster_.blocks().chain_of(id).id) >= 0; };
   while (found > 0 && !known(prefix_[static_cast<size_t>(found) - 1])) --found;
@@ -176,7 +223,8 @@ Admission::Start Admission::start(const Sequence& sequence, const Sequence* sour
   const auto chain_behind = [&](int32_t blocks) { return roster_.blocks().chain_of(prefix_[static_cast<size_t>(blocks) - 1]).id; };
   if (source == nullptr) {
     const int32_t end = shared * block_size_;
-    return {end, end, shared > 0 ? chain_behind(shared) : request.salt, config_.unseen_blocks(end, end)};
+    return {end, end, shared > 0 ? chain_behind(shared) : request.salt, config_.unseen_blocks(end, end),
+            config_.window_groups > 0 ? config_.unseen_in_groups(end, end) : 0};
   }
   const Slot& slot = roster_.slot_of(*source);
   const int32_t holes = roster_.tables().first_held(source->slot);
@@ -189,6 +237,7 @@ Admission::Start Admission::start(const Sequence& sequence, const Sequence* sour
     start.published_end = whole * block_size_;
     start.chain = chain_behind(whole);
   }
+  start.group_holes = roster_.tables().windows().first_held(source->slot);
   start.holes = std::max(holes, config_.unseen_blocks(start.computed, start.published_end));
   return start;
 }

@@ -59,12 +59,16 @@ class Admission {
   int32_t find_prefix(const Sequence& sequence, const Sequence* source, bool with_host = false);
   Sequence* fork_source(const Sequence& sequence, const StepPlan& plan) const;
   bool shares_what_is_seen(const Sequence& first) const;
+  int32_t deltas_to_begin(int32_t whole, int32_t shared) const;
+  int32_t find_window_blocks(const Sequence* source, int32_t shared, int32_t holes);
+  void take_window_blocks(int32_t slot, int32_t shared, int32_t holes);
   int32_t blocks_to_begin(const Sequence& sequence, int32_t shared) const;
   // The state of a slot at the moment when a sequence gets it.
   struct Start {
     int32_t computed = 0, published_end = 0;
     uint64_t chain = 0;  // as in Slot
     int32_t holes = 0;  // of the shared blocks, those at the beginning that it never sees
+    int32_t group_holes = 0;  // the same in the tables of window groups
   };
   Start start(const Sequence& sequence, const Sequence* source, int32_t shared) const;
   void start_state(const Slot& slot, const Sequence* source, StepPlan& plan);
@@ -76,6 +80,7 @@ class Admission {
   int32_t block_size_, max_num_batched_tokens_, max_delta_blocks_;
   QueueObserver* observer_ = nullptr;
   std::vector<int32_t> prefix_;  // scratch: blocks that a new sequence starts with
+  std::vector<int32_t> window_prefix_;  // and those of its window groups, [group, entry]
   std::vector<Sequence*> deferred_;  // scratch
   std::vector<Request*> forking_;  // scratch: their siblings join in the next step
   int64_t prefix_cache_queries_ = 0, prefix_cache_hits_ = 0;

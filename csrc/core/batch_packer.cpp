@@ -123,6 +123,11 @@ size_t pack_step(const StepPlan& plan, BlockTables& tables, std::span<std::byte>
     if (dirty > 0) {
       std::copy_n(tables.blocks(row.slot).begin() + first, dirty, delta_blocks + offset);
       offset += dirty;
+      const WindowTables& windows = tables.windows();
+      for (int32_t group = 0; group < windows.num_groups(); ++group) {
+        std::copy_n(windows.row(group, row.slot) + first, dirty, delta_blocks + offset);
+        offset += dirty;
+      }
       tables.mark_clean(row.slot);
     }
   }

@@ -24,7 +24,9 @@ namespace asyncengine {
 class BlockManager {
  public:
   // `num_events`: changes of the prefix cache that events() has room for; 0: none is recorded.
-  BlockManager(int32_t num_blocks, int32_t block_size, bool prefix_caching, int32_t num_host_blocks = 0, int32_t num_events = 0);
+  // `window_groups`: groups of layers with a window, whose blocks are companions of those that the index knows.
+  BlockManager(int32_t num_blocks, int32_t block_size, bool prefix_caching, int32_t num_host_blocks = 0, int32_t num_events = 0,
+               int32_t window_groups = 0);
 
   int32_t num_blocks() const { return static_cast<int32_t>(states_.size()) - 1; }
   int32_t block_size() const { return block_size_; }
@@ -44,7 +46,7 @@ class BlockManager {
   void release(int32_t block);
 
   // True when nobody else may see what is written into the block.
-  bool writable(int32_t block) const { return ref_count(block) == 1 && !index_.contains(block); }
+  bool writable(int32_t block) const { return ref_count(block) == 1 && !cached(block); }
 
   // The longest chain of cached blocks that holds the first tokens, as block ids in `out`; at most `max_blocks`.
   // `tokens_at(p)` are the tokens of the block that begins at position p.
@@ -66,9 +68,10 @@ class BlockManager {
 
   // Makes a full block, whose KV is in memory, findable. `parent` is the chain so far: the salt as root, or the value
   // this returned for the block before. When an equal block is cached already, that one stays and its chain is returned.
-  // `hash` is what prefetch() of the same returned.
-  Chain publish(int32_t block, Chain parent, const int32_t* tokens, uint64_t hash) {
+  // `hash` is what prefetch() of the same returned. `entry` gets the block that is known.
+  Chain publish(int32_t block, Chain parent, const int32_t* tokens, uint64_t hash, int32_t* entry = nullptr) {
     const int32_t known = index_.find_or_insert(block, parent, tokens, hash);
+    if (entry != nullptr) *entry = known;
     if (known >= num_blocks() && !index_.contains(block)) [[unlikely]] {
       moved_in(known - num_blocks(), block);
       return index_.chain_of(block);
@@ -87,6 +90,32 @@ class BlockManager {
   const BlockEvents& events() const { return events_; }
   // Snapshots of states go with the chains that they are known by.
   void tell_of_evictions(StatePool& snapshots) { snapshots_ = &snapshots; }
+
+  // ---- companions: blocks of window groups with the same tokens as a block that the index knows. They are found through it, and
+  // are worthless without it.
+
+  // Makes a full block of the group findable through `entry`, unless that has one already.
+  void accompany(int32_t entry, int32_t group, int32_t block) {
+    int32_t& companion = companions_[companion_place(entry, group)];
+    if (companion >= 0 || entry_of_[static_cast<size_t>(block)] >= 0) return;
+    companion = block;
+    entry_of_[static_cast<size_t>(block)] = entry * window_groups_ + group;
+  }
+  // The block of the group, or -1.
+  int32_t companion(int32_t entry, int32_t group) const { return companions_[companion_place(entry, group)]; }
+  // The part of a chain of findable blocks with which a sequence may begin: the longest that has all companions from the entry
+  // first_seen(its length) on.
+  template <typename FirstSeen>
+  int32_t match_windows(const int32_t* chain, int32_t length, FirstSeen&& first_seen) const {
+    int32_t longest = 0, complete_from = 0;
+    for (int32_t i = 0; i < length; ++i) {
+      for (int32_t group = 0; group < window_groups_; ++group) {
+        if (companion(chain[i], group) < 0) complete_from = i + 1;
+      }
+      if (complete_from <= first_seen(i + 1)) longest = i + 1;
+    }
+    return longest;
+  }
 
   // ---- the host tier's. A host block that is pinned keeps what it holds, or what a copy under way writes.
 
@@ -153,6 +182,16 @@ class BlockManager {
   };
   State& state(int32_t block) { return states_[static_cast<size_t>(block)]; }
   const State& state(int32_t block) const { return states_[static_cast<size_t>(block)]; }
+  // A prefix may be found in the block: it is worth keeping.
+  bool cached(int32_t block) const {
+    return index_.contains(block) || (!entry_of_.empty() && entry_of_[static_cast<size_t>(block)] >= 0);
+  }
+  size_t companion_place(int32_t entry, int32_t group) const {
+    return static_cast<size_t>(entry) * static_cast<size_t>(window_groups_) + static_cast<size_t>(group);
+  }
+  void leave_entry(int32_t block);
+  void drop_companions(int32_t entry);
+  bool companions_consistent() const;
   void link(int32_t block, int32_t prev, int32_t next);
   void unlink(int32_t block);
   void evict(int32_t block);
@@ -175,6 +214,9 @@ class BlockManager {
   PrefixIndex index_;
   BlockEvents events_;
   StatePool* snapshots_ = nullptr;
+  int32_t window_groups_;
+  std::vector<int32_t> companions_;  // [block, group]: the companion of a block that is known, or -1
+  std::vector<int32_t> entry_of_;    // by block: the place in companions_ that has it, or -1
 
   std::vector<HostState> host_;      // by host block; the last one is the sentinel of their queue, least recently used first
   std::vector<int32_t> copies_;      // by block: the host block that holds a copy of it, or -1

@@ -80,6 +80,8 @@ void Preemption::measure_blocks(const StepPlan& plan) {
     for (const int32_t block : roster_.tables().held(roster_.index(*slot))) {
       tenant->blocks += Tenant::kBlock / roster_.blocks().ref_count(block);
     }
+    roster_.tables().for_each_window_block(
+        roster_.index(*slot), [&](int32_t block) { tenant->blocks += Tenant::kBlock / roster_.blocks().ref_count(block); });
     beyond_share(*slot) = !first && tenant->blocks > share;
   }
 }
@@ -99,7 +101,8 @@ bool Preemption::step_back(const Sequence& sequence, const StepPlan& plan) {
 }
 
 void Preemption::yield(Slot& slot) {
-  const auto held = static_cast<int64_t>(roster_.tables().held(roster_.index(slot)).size());
+  auto held = static_cast<int64_t>(roster_.tables().held(roster_.index(slot)).size());
+  roster_.tables().for_each_window_block(roster_.index(slot), [&](int32_t) { ++held; });
   roster_.waiting().step_back(*slot.sequence->request->tenant, held * Tenant::kBlock);
   preempt(*slot.sequence);
 }

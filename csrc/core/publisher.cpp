@@ -40,11 +40,24 @@ void Publisher::publish(const PlanRow& row, uint64_t step, uint64_t hash) {
     if (roster_.blocks().keeps_names()) [[unlikely]] {
       name_block(slot, tokens);
     }
-    slot.chain = roster_.blocks().publish(block_to_publish(slot), slot.prefix(), tokens, hash).id;
+    int32_t entry = -1;
+    slot.chain = roster_.blocks().publish(block_to_publish(slot), slot.prefix(), tokens, hash, &entry).id;
+    if (roster_.tables().windows().any()) [[unlikely]] {
+      publish_windows(slot, entry);
+    }
     slot.published_end += block_size_;
     slot.sequence->tokens.was_published(slot.tail, tokens);
     if (has_full_block(slot, row, step)) hash = prefetch_block(slot);
   }
+}
+
+// The blocks of window groups with the same tokens as the one that is published.
+void Publisher::publish_windows(const Slot& slot, int32_t entry) {
+  const WindowTables& windows = roster_.tables().windows();
+  const int32_t row = roster_.index(slot), i = slot.published_end / block_size_;
+  if (i < windows.first_held(row)) return;
+  for (int32_t group = 0; group < windows.num_groups(); ++group)
+    roster_.blocks().accompany(entry, group, windows.at(group, row, i));
 }
 
 uint64_t Publisher::prefetch_block(Slot& slot) {

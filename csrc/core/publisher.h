@@ -17,6 +17,7 @@ class Publisher {
 
  private:
   void publish(const PlanRow& row, uint64_t step, uint64_t hash);
+  void publish_windows(const Slot& slot, int32_t entry);
   void name_block(const Slot& slot, const int32_t* tokens);
   uint64_t prefetch_block(Slot& slot);
   int32_t block_to_publish(const Slot& slot) const {

@@ -5,8 +5,9 @@
 namespace asyncengine {
 
 Roster::Roster(const SchedulerConfig& config)
-    : blocks_(config.num_blocks, config.block_size, config.prefix_caching, config.num_host_blocks, config.num_block_events),
-      tables_(config.max_num_seqs, config.max_blocks_per_sequence()),
+    : blocks_(config.num_blocks, config.block_size, config.prefix_caching, config.num_host_blocks, config.num_block_events,
+              config.window_groups),
+      tables_(config.max_num_seqs, config.max_blocks_per_sequence(), config.window_groups),
       states_(config.max_num_seqs, config.num_state_slots),
       slots_(static_cast<size_t>(config.max_num_seqs)),
       waiting_(config.max_num_seqs, config.num_blocks) {
@@ -163,6 +164,7 @@ void Roster::fail(Sequence& sequence, FinishReason reason, Outbox& outbox, int64
 // The blocks that the sequence alone holds come back.
 void Roster::expect_blocks(Sequence& sequence) {
   for (const int32_t block : tables_.held(sequence.slot)) sequence.blocks_coming += blocks_.ref_count(block) == 1;
+  tables_.for_each_window_block(sequence.slot, [&](int32_t block) { sequence.blocks_coming += blocks_.ref_count(block) == 1; });
   blocks_coming_ += sequence.blocks_coming;
 }
 
@@ -170,6 +172,7 @@ void Roster::expect_blocks(Sequence& sequence) {
 void Roster::release_blocks(int32_t slot) {
   const auto held = tables_.held(slot);
   for (auto block = held.rbegin(); block != held.rend(); ++block) blocks_.release(*block);
+  tables_.for_each_window_block(slot, [&](int32_t block) { blocks_.release(block); });
   tables_.clear(slot);
 }
 

@@ -14,9 +14,8 @@ Scheduler::Scheduler(const SchedulerConfig& config)
       extras_(config, roster_),
       admission_(config_, roster_, pace_),
       preemption_(config, roster_),
-      publisher_(roster_) {
-  copied_from_.assign(static_cast<size_t>(config.num_blocks), -1);
-}
+      reservation_(config_, roster_, preemption_),
+      publisher_(roster_) {}
 
 void Scheduler::move_blocks_with(BlockMover& mover, BlockDisk* disk) {
   // A step may want the next steps' chunks, and a block for each sequence.
@@ -115,7 +114,7 @@ void Scheduler::schedule(StepPlan& plan, int64_t now_ns) {
   if (preemption_.count() == preemptions) admit(plan, now_ns, /*only_within=*/preemptions != gave_way);
   roster_.compact();
   admission_.wake_siblings();
-  for (const BlockCopy& copy : plan.copies) copied_from_[static_cast<size_t>(copy.target)] = -1;
+  reservation_.end_step(plan);
   if (placement_ != nullptr) [[unlikely]] {
     placement_->end(plan);
   }
@@ -137,7 +136,7 @@ void Scheduler::schedule(StepPlan& plan, int64_t now_ns) {
   plan.num_decode_rows += from_device;
   plan.num_samples += sample;
   const int32_t dirty = roster_.tables().length(row) - roster_.tables().dirty_begin(row);
-  plan.num_delta_blocks += std::max(0, dirty);
+  plan.num_delta_blocks += std::max(0, dirty) * config_.num_groups();
   slot.planned_step = static_cast<uint32_t>(plan.step);
   ++slot.in_flight;
   if (sample) {
@@ -262,8 +261,8 @@ int32_t Scheduler::prefill_chunk(const Slot& slot, const StepPlan& plan) {
   int64_t chunk = std::min(left, token_budget_ - plan.num_tokens);
   const int32_t size = pace_.decides() ? config_.paced_chunk_size : config_.prefill_chunk_size;
   if (size > 0) chunk = std::min<int64_t>(chunk, size);
-  const int64_t room = int64_t{roster_.tables().length(roster_.index(slot)) + roster_.blocks().num_free()} * config_.block_size -
-                       slot.computed;
+  const int32_t more = roster_.blocks().num_free() / config_.num_groups();
+  const int64_t room = int64_t{roster_.tables().length(roster_.index(slot)) + more} * config_.block_size - slot.computed;
   chunk = std::max<int64_t>(1, std::min(chunk, room));
   if (roster_.states().any()) {  // a chunk ends where a snapshot is to be taken
     const int32_t until = snapshot_position(slot, slot.computed + 1) - slot.computed;
@@ -329,59 +328,6 @@ void Scheduler::keep_newest(Sequence& sequence, int32_t state, uint64_t chain) {
   if (roster_.states().find(chain) != state) return;  // another has it already
   if (sequence.answer_chain != 0) roster_.states().forget(sequence.answer_chain);
   sequence.answer_chain = chain;
-}
-
-// Blocks that positions [computed, num_tokens) of the sequence need: for new entries, and for copies of shared ones.
-int32_t Scheduler::count_missing(const Slot& slot, int32_t num_tokens) const {
-  const int32_t row = roster_.index(slot), held = roster_.tables().length(row), wanted = roster_.blocks().blocks_for(num_tokens);
-  int32_t missing = std::max(0, wanted - held);
-  for (int32_t i = slot.computed / config_.block_size; i < std::min(held, wanted); ++i) {
-    missing += !roster_.blocks().writable(roster_.tables().at(row, i));
-  }
-  return missing;
-}
-
-// Makes these positions writable: own blocks, copied if they are shared.
-bool Scheduler::reserve_blocks(Slot& slot, int32_t num_tokens, StepPlan& plan) {
-  // A sibling that gives way may leave a shared block to this sequence alone: fewer are missing then.
-  for (int32_t missing; (missing = count_missing(slot, num_tokens)) > roster_.blocks().num_free();) {
-    if (!preemption_.make_room(slot, missing, plan)) return false;
-  }
-  const int32_t row = roster_.index(slot), held = roster_.tables().length(row), wanted = roster_.blocks().blocks_for(num_tokens);
-  for (int32_t i = slot.computed / config_.block_size; i < std::min(held, wanted); ++i) {
-    if (!roster_.blocks().writable(roster_.tables().at(row, i))) copy_shared(slot, i, plan);
-  }
-  for (int32_t i = held; i < wanted; ++i) roster_.tables().append(row, roster_.blocks().allocate());
-  if (wanted > held) slot.capacity = wanted * config_.block_size;
-  slot.forked = false;
-  if (config_.window > 0) let_go_unseen(slot, plan);
-  return true;
-}
-
-// Lets go of blocks that no row of the sequence sees any more, from the one that is about to be planned on. Rows in flight may
-// see them: the blocks come back when this step is over. A step whose tokens come to nothing is computed again from the last
-// known token.
-void Scheduler::let_go_unseen(Slot& slot, StepPlan& plan) {
-  const int32_t row = roster_.index(slot), first = roster_.tables().first_held(row);
-  const int32_t end = config_.unseen_blocks(std::min(slot.computed, slot.num_tokens() - 1), slot.published_end);
-  if (end <= first) return;
-  slot.sequence->tokens.settle(slot.tail, roster_.published(slot));  // some of its tokens may be with these blocks alone
-  for (const int32_t block : roster_.tables().held(row).first(static_cast<size_t>(end - first))) {
-    plan.held_blocks.push_back(block);
-    plan.blocks_coming += roster_.blocks().ref_count(block) == 1;
-    roster_.expect_blocks(roster_.blocks().ref_count(block) == 1);
-  }
-  roster_.tables().let_go(row, end);
-}
-
-void Scheduler::copy_shared(const Slot& slot, int32_t entry, StepPlan& plan) {
-  const int32_t source = roster_.tables().at(roster_.index(slot), entry), target = roster_.blocks().allocate();
-  roster_.tables().replace(roster_.index(slot), entry, target);
-  // A sibling may have copied the block in this very step: both then copy from where it came from.
-  const int32_t origin = copied_from_[static_cast<size_t>(source)];
-  copied_from_[static_cast<size_t>(target)] = origin < 0 ? source : origin;
-  plan.copies.push_back({copied_from_[static_cast<size_t>(target)], target});
-  plan.held_blocks.push_back(source);
 }
 
 // `only_within`: of tenants that hold less than their share, for whom others gave way.

@@ -14,6 +14,7 @@
 #include "core/pace.h"
 #include "core/preemption.h"
 #include "core/publisher.h"
+#include "core/reservation.h"
 #include "core/roster.h"
 #include "core/scheduler_config.h"
 #include "core/stats.h"
@@ -36,6 +37,7 @@ namespace asyncengine {
 //   Pace        how long a step takes
 //   Extras      records, scored prompts, several tokens a step, masks
 //   Preemption  who gives way
+//   Reservation which blocks a row writes to, and which its sequence sees no more
 //   Publisher   which blocks others may share
 //   Placement   who decodes on the host
 class Scheduler {
@@ -114,12 +116,8 @@ class Scheduler {
   void settle_saved(const StepPlan& plan, bool computed);
   void add_row(Slot& slot, int32_t query_len, bool from_device, StepPlan& plan);
   bool reserve(Slot& slot, int32_t num_tokens, StepPlan& plan) {
-    return (num_tokens <= slot.capacity && !slot.forked) || reserve_blocks(slot, num_tokens, plan);
+    return (num_tokens <= slot.capacity && !slot.forked) || reservation_.reserve_blocks(slot, num_tokens, plan);
   }
-  bool reserve_blocks(Slot& slot, int32_t num_tokens, StepPlan& plan);
-  int32_t count_missing(const Slot& slot, int32_t num_tokens) const;
-  void copy_shared(const Slot& slot, int32_t entry, StepPlan& plan);
-  void let_go_unseen(Slot& slot, StepPlan& plan);
 
   // commit()
   template <typename OnPlainRow, typename OnRow>
@@ -131,9 +129,9 @@ class Scheduler {
   Extras extras_;
   Admission admission_;
   Preemption preemption_;
+  Reservation reservation_;
   Publisher publisher_;
   std::unique_ptr<Placement> placement_;  // null: nobody decodes on the host
-  HugeVector<int32_t> copied_from_;       // scratch, by block: where a copy of the step being planned takes it from, or -1
   int32_t token_budget_ = 0;              // of the step that is planned, without the tokens of sequences on the host
   int32_t prefilling_ = 0;                // running sequences that have prompt left to compute
   int64_t prompt_tokens_ = 0, plain_tokens_ = 0;

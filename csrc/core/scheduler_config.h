@@ -48,6 +48,26 @@ struct SchedulerConfig {
     return prefix_caching ? std::clamp(published_end / block_size - 1, 0, unseen) : unseen;
   }
 
+  // The same of the tables of window groups. The full group's block names the next: the last that is known may go, too.
+  int32_t unseen_in_groups(int32_t position, int32_t published_end) const {
+    if (position < group_window) return 0;
+    const int32_t unseen = (position - group_window + 1) / block_size;
+    return prefix_caching ? std::min(unseen, published_end / block_size) : unseen;
+  }
+  // Tables that a sequence has.
+  int32_t num_groups() const { return 1 + window_groups; }
+  // Blocks that one window group holds at most of a sequence with so many entries: those of the window, of the largest chunk
+  // behind it and of a chunk in flight.
+  int32_t blocks_in_group(int32_t entries) const {
+    return std::min(entries, blocks_for(int64_t{group_window} + 2 * max_num_batched_tokens) + 1);
+  }
+  // Blocks that must be there for a sequence of so many tokens.
+  int32_t blocks_for_sequence(int32_t num_tokens) const {
+    const int32_t blocks = blocks_for(num_tokens);
+    return blocks + window_groups * blocks_in_group(blocks);
+  }
+  int32_t blocks_for(int64_t num_tokens) const { return static_cast<int32_t>((num_tokens + block_size - 1) / block_size); }
+
   // The most that a request may have as tokens_per_step: then every sequence may decode in one step. A slot has a byte for
   // all that kMostStepsInFlight may append.
   static constexpr int kMostStepsInFlight = 8, kMostStepTokens = 15;
@@ -58,14 +78,16 @@ struct SchedulerConfig {
   }
   int32_t max_blocks_per_sequence() const { return (max_model_len + block_size - 1) / block_size; }
   int32_t max_delta_blocks() const {
-    return 2 * max_num_seqs + max_num_batched_tokens / block_size + std::max(max_blocks_per_sequence(), kDeltaBlocksForPrefixes);
+    return num_groups() *
+           (2 * max_num_seqs + max_num_batched_tokens / block_size + std::max(max_blocks_per_sequence(), kDeltaBlocksForPrefixes));
   }
   // Needs that sequences may have. A state cannot go back to an earlier token, as rows that find no mask and rejected drafts do.
   Needs needs() const { return num_state_slots > 0 ? ~(kNeedMask | kNeedDrafts) : ~Needs{0}; }
   StepLimits limits() const {
     return {max_num_seqs, max_num_batched_tokens, max_delta_blocks(),
             max_samples,  max_update_words,       max_result_words,
-            mask_words,   hybrid.limits(),        num_state_slots > 0 ? max_num_seqs : 0};
+            mask_words,   hybrid.limits(),        num_state_slots > 0 ? max_num_seqs : 0,
+            window_groups};
   }
 };
 

@@ -20,6 +20,10 @@ FIELD(ItlTargets, targets, {})
 FIELD(int32_t, paced_chunk_size, 0)  // in place of prefill_chunk_size where a target decides; 0: no limit but the step's
 FIELD(HybridConfig, hybrid, {})      // needs host blocks
 FIELD(int32_t, window, 0)  // tokens that the layers with keys and values see, the most that one does; 0: one sees all
+// Groups of layers that see group_window tokens, beside others that see all. Each has a block of its own for every block of
+// those, and lets go of blocks that no query sees any more. All blocks come from one pool. 0: one block holds all layers.
+FIELD(int32_t, window_groups, 0)
+FIELD(int32_t, group_window, 0)
 // State slots of layers that keep a state: one for each slot, and behind them those of snapshots. 0: no layer keeps one.
 FIELD(int32_t, num_state_slots, 0)
 // Tokens between the snapshots of a prompt's states, a multiple of block_size; 0: there is one at its end alone.

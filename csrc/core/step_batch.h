@@ -4,6 +4,8 @@
 #include <algorithm>
 #include <cstdint>
 #include <span>
+#include <stdexcept>
+#include <string>
 #include <vector>
 
 #include "core/hybrid/host_rows.h"
@@ -83,6 +85,10 @@ struct StepBatch {
   std::vector<int32_t> context_len;          // tokens of KV that precede the query
   std::vector<int32_t> slots;                // where the row's sequence has its state
   std::vector<const int32_t*> block_tables;  // block ids of the row's sequence, by position / block_size
+  // The tables and slots of layers in window groups: [group, row] and [group, token].
+  int32_t window_groups = 0;
+  std::vector<const int32_t*> window_tables;
+  std::vector<int64_t> window_slots;
   std::vector<int32_t> adapters;             // of the row's sequence, 0: none; empty if no slot ever had one
 
   // One entry per sample.
@@ -97,7 +103,33 @@ struct StepBatch {
 
   std::vector<MeanRow> means;
   std::vector<SlotEntries> entries;  // of slots that are newly filled and have some
+
+  // Tables of the group of a layer, one a row. Group 0 sees all; group g > 0 is window group g - 1. Throws std::out_of_range if
+  // the batch has no such group: a layer of a model with groups would read beyond the tables.
+  const int32_t* const* tables_of(int32_t group) const {
+    check_group(group);
+    return group == 0 ? block_tables.data() : window_tables.data() + static_cast<size_t>(group - 1) * static_cast<size_t>(num_rows);
+  }
+  // And the group's slots, one a token. Throws std::out_of_range likewise.
+  const int64_t* slots_of(int32_t group) const {
+    check_group(group);
+    return group == 0 ? slot_mapping.data()
+                      : window_slots.data() + static_cast<size_t>(group - 1) * static_cast<size_t>(num_tokens);
+  }
+  int32_t num_groups() const { return 1 + window_groups; }
+
+ private:
+  void check_group(int32_t group) const {
+    if (group >= 0 && group < num_groups()) return;
+    throw std::out_of_range("the step has block tables of " + std::to_string(num_groups()) + " groups of layers, none of group " +
+                            std::to_string(group));
+  }
 };
+
+// The row that has the token.
+inline size_t row_of(const StepBatch& batch, int64_t token) {
+  return static_cast<size_t>(std::ranges::upper_bound(batch.query_start, token) - batch.query_start.begin() - 1);
+}
 
 // The step of the sampled tokens alone, each a row of one token over keys and values that are in the cache. It has no samples
 // to draw, and block tables of `batch`.
@@ -105,10 +137,17 @@ inline StepBatch only_sampled(const StepBatch& batch) {
   StepBatch out;
   out.num_tokens = out.num_rows = out.num_samples = batch.num_samples;
   out.needs = batch.needs;
+  out.window_groups = batch.window_groups;
   out.query_start.push_back(0);
+  for (int32_t group = 1; group < batch.num_groups(); ++group) {
+    for (const int64_t index : batch.sample_index) {
+      out.window_slots.push_back(batch.slots_of(group)[index]);
+      out.window_tables.push_back(batch.tables_of(group)[row_of(batch, index)]);
+    }
+  }
   for (const int64_t index : batch.sample_index) {
     const auto token = static_cast<size_t>(index);
-    const auto row = static_cast<size_t>(std::ranges::upper_bound(batch.query_start, index) - batch.query_start.begin() - 1);
+    const size_t row = row_of(batch, index);
     out.input_ids.push_back(batch.input_ids[token]);
     out.positions.push_back(batch.positions[token]);
     out.slot_mapping.push_back(batch.slot_mapping[token]);

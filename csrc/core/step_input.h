@@ -56,7 +56,8 @@ struct StepInputRow {
   int32_t prompt_start;  // first of query_len prompt token ids; unused with kRowFromDevice
   int32_t sample_row;    // place of its first sample in the step's output, or -1
   int32_t update;        // the slot update of a newly filled slot, or -1
-  // Entries [delta_first, delta_first + delta_count) of the slot's block table become delta_blocks[delta_offset ...].
+  // Entries [delta_first, delta_first + delta_count) of the slot's block table become delta_blocks[delta_offset ...]. The same
+  // entries of the table of each window group follow, delta_count a group.
   int32_t delta_first, delta_count, delta_offset;
   int32_t num_samples;    // of its last tokens
   int32_t num_appends;    // the last so many samples may append a token each to the sequence
@@ -116,6 +117,7 @@ struct StepLimits {
   int32_t mask_words = 0;  // of a row of the MaskBoard; 0: there is none
   HostRowsLimits host_rows = {};
   int32_t max_state_copies = 0;
+  int32_t window_groups = 0;  // SchedulerConfig::window_groups
 
   int32_t samples() const { return max_samples > max_rows ? max_samples : max_rows; }
   // Beyond the first token of a row that decodes.
@@ -123,7 +125,8 @@ struct StepLimits {
   size_t output_words() const { return static_cast<size_t>(samples()) + static_cast<size_t>(max_result_words); }
   size_t max_bytes() const {
     const auto rows = static_cast<size_t>(max_rows);
-    return sizeof(StepInputHeader) + rows * (sizeof(StepInputRow) + sizeof(BlockCopy) + sizeof(SlotUpdate)) +
+    const size_t copies = rows * static_cast<size_t>(1 + window_groups);
+    return sizeof(StepInputHeader) + rows * (sizeof(StepInputRow) + sizeof(SlotUpdate)) + copies * sizeof(BlockCopy) +
            (static_cast<size_t>(max_tokens) + static_cast<size_t>(max_delta_blocks) + static_cast<size_t>(max_update_words)) *
                sizeof(int32_t) +
            static_cast<size_t>(max_state_copies) * sizeof(BlockCopy) + host_rows.num_entries() * sizeof(HostRowEntry);
@@ -144,6 +147,10 @@ class StepInputView {
   std::span<const int32_t> delta_blocks() const { return section<int32_t>(end(slot_updates()), header().num_delta_blocks); }
   std::span<const int32_t> delta_blocks(const StepInputRow& row) const {
     return delta_blocks().subspan(static_cast<size_t>(row.delta_offset), static_cast<size_t>(row.delta_count));
+  }
+  std::span<const int32_t> window_blocks(const StepInputRow& row, int32_t group) const {
+    const int32_t first = row.delta_offset + (1 + group) * row.delta_count;
+    return delta_blocks().subspan(static_cast<size_t>(first), static_cast<size_t>(row.delta_count));
   }
   std::span<const HostRowEntry> host_rows() const {
     return section<HostRowEntry>(end(delta_blocks()), header().host_rows.num_entries());

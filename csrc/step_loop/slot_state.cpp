@@ -7,12 +7,14 @@ namespace asyncengine {
 SlotState::SlotState(const StepLimits& limits, int32_t max_blocks, int32_t block_size, const MaskBoard& masks)
     : max_blocks_(max_blocks),
       block_size_(block_size),
+      window_groups_(limits.window_groups),
       masks_(masks),
       max_drafts_(static_cast<size_t>(limits.max_drafts())),
       last_token_(static_cast<size_t>(limits.max_rows), -1),
       length_(max_drafts_ > 0 ? static_cast<size_t>(limits.max_rows) : 0, 0),
       drafts_(static_cast<size_t>(limits.max_rows) * max_drafts_, 0),
       tables_(static_cast<size_t>(limits.max_rows) * static_cast<size_t>(max_blocks), -1),
+      window_tables_(static_cast<size_t>(limits.window_groups) * tables_.size(), -1),
       sampling_(static_cast<size_t>(limits.max_rows)),
       needs_(static_cast<size_t>(limits.max_rows), 0),
       adapters_(static_cast<size_t>(limits.max_rows), 0) {
@@ -25,6 +27,8 @@ SlotState::SlotState(const StepLimits& limits, int32_t max_blocks, int32_t block
   batch_.context_len.reserve(rows);
   batch_.slots.reserve(rows);
   batch_.block_tables.reserve(rows);
+  batch_.window_tables.reserve(static_cast<size_t>(window_groups_) * rows);
+  batch_.window_slots.reserve(static_cast<size_t>(window_groups_) * tokens);
   batch_.adapters.reserve(rows);
   batch_.sample_index.reserve(samples);
   batch_.samples.reserve(samples);
@@ -55,6 +59,9 @@ StepBatch& SlotState::ingest(const StepInputView& input, std::span<int32_t> reco
   b.context_len.clear();
   b.slots.clear();
   b.block_tables.clear();
+  b.window_groups = window_groups_;
+  b.window_tables.resize(static_cast<size_t>(window_groups_ * b.num_rows));
+  b.window_slots.resize(static_cast<size_t>(window_groups_ * b.num_tokens));
   b.adapters.clear();
   b.sample_index.clear();
   b.samples.clear();
@@ -101,6 +108,7 @@ void SlotState::add_row(const StepInputView& input, const StepInputRow& row) {
   if (!from_device && (row.flags & kRowDeviceLength) != 0) length_[slot] = context + row.query_len;
   int32_t* blocks = table(row.slot);
   std::ranges::copy(input.delta_blocks(row), blocks + row.delta_first);
+  const size_t first_token = b.positions.size();
   for (int32_t i = 0; i < row.query_len; ++i) {
     const int32_t position = context + i;
     if (from_device) {
@@ -112,6 +120,7 @@ void SlotState::add_row(const StepInputView& input, const StepInputRow& row) {
     b.positions.push_back(position);
     b.slot_mapping.push_back(int64_t{blocks[position / block_size_]} * block_size_ + position % block_size_);
   }
+  if (window_groups_ > 0) add_windows(input, row, first_token);
   b.query_start.push_back(row.query_start + row.query_len);
   if ((needs_[slot] & kNeedMean) != 0) {
     b.needs |= kNeedMean;
@@ -121,6 +130,22 @@ void SlotState::add_row(const StepInputView& input, const StepInputRow& row) {
   b.slots.push_back(row.slot);
   b.block_tables.push_back(blocks);
   if (has_adapters_) b.adapters.push_back(adapters_[slot]);
+}
+
+// The tables of window groups, and the slots of the row's tokens in them. The first is at `first_token` of the step.
+void SlotState::add_windows(const StepInputView& input, const StepInputRow& row, size_t first_token) {
+  StepBatch& b = batch_;
+  const size_t r = b.block_tables.size();
+  for (int32_t group = 0; group < window_groups_; ++group) {
+    int32_t* blocks = window_table(group, row.slot);
+    std::ranges::copy(input.window_blocks(row, group), blocks + row.delta_first);
+    b.window_tables[static_cast<size_t>(group * b.num_rows) + r] = blocks;
+    int64_t* slots = b.window_slots.data() + int64_t{group} * b.num_tokens;
+    for (size_t i = first_token; i < b.positions.size(); ++i) {
+      const int64_t position = b.positions[i];
+      slots[i] = int64_t{blocks[position / block_size_]} * block_size_ + position % block_size_;
+    }
+  }
 }
 
 void SlotState::add_samples(const StepInputView& input, const StepInputRow& row, std::span<int32_t> records) {

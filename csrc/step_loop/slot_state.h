@@ -37,12 +37,17 @@ class SlotState {
   void take_adapter(int32_t slot, std::span<const int32_t> entries);
   int32_t* table(int32_t slot) { return tables_.data() + int64_t{slot} * max_blocks_; }
 
-  int32_t max_blocks_, block_size_;
+  int32_t* window_table(int32_t group, int32_t slot) {
+    return window_tables_.data() + (int64_t{slot} * window_groups_ + group) * max_blocks_;
+  }
+  void add_windows(const StepInputView& input, const StepInputRow& row, size_t first_token);
+
+  int32_t max_blocks_, block_size_, window_groups_;
   MaskBoard masks_;
   size_t max_drafts_;
   std::vector<int32_t> last_token_;
   std::vector<int32_t> length_, drafts_;  // where there are drafts
-  std::vector<int32_t> tables_;
+  std::vector<int32_t> tables_, window_tables_;
   std::vector<SamplingState> sampling_;
   std::vector<Needs> needs_;
   std::vector<int32_t> adapters_;

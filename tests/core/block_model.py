@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 from asyncengine import _core
 
 BLOCK_SIZE = 16
@@ -13,11 +15,13 @@ class CheckedBlocks:
     """A native BlockManager and its model, side by side; every operation is compared.
 
     The model says which blocks are held and how often, which are worthless, in which order cached ones are evicted,
-    and what the prefix index knows: (chain before, tokens) → (block, chain after).
+    and what the prefix index knows: (chain before, tokens) → (block, chain after). With window groups the model also
+    knows which block accompanies which block of the index.
     """
 
-    def __init__(self, num_blocks: int, prefix_caching: bool = True) -> None:
-        self.native = _core.BlockManager(num_blocks, BLOCK_SIZE, prefix_caching)
+    def __init__(self, num_blocks: int, prefix_caching: bool = True, window_groups: int = 0) -> None:
+        self.native = _core.BlockManager(num_blocks, BLOCK_SIZE, prefix_caching, window_groups=window_groups)
+        self.window_groups = window_groups
         self.num_blocks = num_blocks
         self.prefix_caching = prefix_caching
         self.held: dict[int, int] = {}
@@ -25,8 +29,10 @@ class CheckedBlocks:
         self.cached: list[int] = []  # least recently used first
         self.index: dict[tuple[int, Tokens], tuple[int, int]] = {}
         self.key_of: dict[int, tuple[int, Tokens]] = {}  # by block
+        self.companions: dict[tuple[int, int], int] = {}  # by (block of the index, group)
         self.chains: set[int] = set()  # all that were ever handed out
         self.operations = 0
+        self.saw: Counter[str] = Counter()
 
     def allocate(self) -> int:
         self.operations += 1
@@ -38,7 +44,7 @@ class CheckedBlocks:
         else:
             assert block == self.cached[0], f"{block} evicted, least recently used is {self.cached[0]}"
             self.cached.pop(0)
-            self._unindex(block)
+            self._forget(block)
         self.held[block] = 1
         return block
 
@@ -55,7 +61,7 @@ class CheckedBlocks:
         self.held[block] -= 1
         if self.held[block] == 0:
             del self.held[block]
-            if block in self.key_of:
+            if self._is_known(block):
                 self.cached.append(block)
             else:
                 self.worthless.add(block)
@@ -74,6 +80,31 @@ class CheckedBlocks:
         self.key_of[block] = parent, tokens
         return chain
 
+    def accompany(self, entry: int, group: int, block: int) -> None:
+        """Make a held block of a window group known through a block of the index."""
+        self.operations += 1
+        assert entry in self.key_of
+        assert block in self.held
+        self.native.accompany(entry, group, block)
+        if (entry, group) not in self.companions and block not in self.companions.values():
+            self.companions[entry, group] = block
+            self.saw["companion"] += 1
+
+    def match_windows(self, chain: list[int], window: int) -> int:
+        """Count the blocks of a found prefix whose next token sees ``window`` tokens, in all groups."""
+        self.operations += 1
+        matched = self.native.match_windows(chain, window)
+        expected = 0
+        for length in range(1, len(chain) + 1):
+            first_seen = max(0, length * BLOCK_SIZE - window + 1) // BLOCK_SIZE
+            seen = [(entry, group) for entry in chain[first_seen:length] for group in range(self.window_groups)]
+            if all(pair in self.companions for pair in seen):
+                expected = length
+        assert matched == expected
+        self.saw["prefix of windows"] += expected > 0
+        self.saw["shorter prefix"] += expected < len(chain)
+        return matched
+
     def match(self, tokens: Tokens, salt: int) -> list[int]:
         self.operations += 1
         matched = self.native.match_prefix(tokens, salt)
@@ -88,10 +119,24 @@ class CheckedBlocks:
         assert matched == expected
         return matched
 
+    def _is_known(self, block: int) -> bool:
+        return block in self.key_of or block in self.companions.values()
+
     def _unindex(self, block: int) -> None:
         key = self.key_of.pop(block, None)
         if key is not None:
             del self.index[key]
+
+    def _forget(self, block: int) -> None:
+        """Nothing is found in the block, nor in its companions: those that nobody holds are worthless."""
+        self._unindex(block)
+        self.companions = {place: other for place, other in self.companions.items() if other != block}
+        for group in range(self.window_groups):
+            companion = self.companions.pop((block, group), None)
+            if companion in self.cached:
+                self.cached.remove(companion)
+                self.worthless.add(companion)
+                self.saw["dropped"] += 1
 
     def check(self) -> None:
         """Counts add up, and native and model agree about every block."""
@@ -99,4 +144,7 @@ class CheckedBlocks:
         assert self.native.num_free == len(self.worthless) + len(self.cached) == self.num_blocks - len(self.held)
         for block in range(self.num_blocks):
             assert self.native.ref_count(block) == self.held.get(block, 0)
-            assert self.native.writable(block) == (self.held.get(block) == 1 and block not in self.key_of)
+            assert self.native.writable(block) == (self.held.get(block) == 1 and not self._is_known(block))
+        for entry in self.key_of:
+            for group in range(self.window_groups):
+                assert self.native.companion(entry, group) == self.companions.get((entry, group), -1)

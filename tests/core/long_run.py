@@ -20,6 +20,8 @@ from .scheduler_model import VOCAB, CheckedScheduler, Limits
 from .state_model import walk_states
 
 SALTS = 3
+WINDOW = 20
+"""Tokens that window groups of the walks over blocks see."""
 OPERATIONS_OF_A_WALK = 20_000
 
 WALKS = {
@@ -68,49 +70,80 @@ def prefix_tokens(kinds: list[int]) -> tuple[int, ...]:
 
 
 class CachedChain:
-    """A sequence as the scheduler would run it: matched prefix, own blocks after it, published in order."""
+    """A sequence as the scheduler would run it: matched prefix, own blocks after it, published in order.
+
+    Window groups see WINDOW tokens and let go of what is behind them.
+    """
 
     def __init__(self, blocks: CheckedBlocks, kinds: list[int], salt: int) -> None:
         self.kinds = kinds
+        self.windows_first = salt == 0  # are evicted before the block through which they are found
         self.held = blocks.match(prefix_tokens(kinds), salt)
-        for block in self.held:
+        if blocks.window_groups:
+            self.held = self.held[: blocks.match_windows(self.held, WINDOW)]
+        self.let_go_of = self._unseen(len(self.held))
+        groups, found = range(blocks.window_groups), self.held[self.let_go_of :]
+        self.windows = [[-1] * self.let_go_of + [blocks.companions[block, g] for block in found] for g in groups]
+        for block in self._all_held():
             blocks.retain(block)
         self.published = len(self.held)
         self.chain = blocks.native.root_chain(salt)
         for i in range(self.published):
             self.chain = blocks.index[self.chain, block_tokens(kinds[i])][1]
 
+    @staticmethod
+    def _unseen(length: int) -> int:
+        """Blocks that the token behind so many blocks does not see in a window group."""
+        return max(0, length * BLOCK_SIZE - WINDOW + 1) // BLOCK_SIZE
+
+    def _all_held(self) -> list[int]:
+        return self.held + [block for window in self.windows for block in window[self.let_go_of :]]
+
     def grow(self, blocks: CheckedBlocks) -> None:
-        if len(self.held) < len(self.kinds) and blocks.native.num_free > 0:
-            self.held.append(blocks.allocate())
+        if len(self.held) < len(self.kinds) and blocks.native.num_free > blocks.window_groups:
+            for table in (self.held, *self.windows):
+                table.append(blocks.allocate())
+
+    def let_go(self, blocks: CheckedBlocks) -> None:
+        """Release the next block of each window group that is published and not seen."""
+        if self.let_go_of < min(self._unseen(len(self.held)), self.published):
+            for window in self.windows:
+                blocks.release(window[self.let_go_of])
+            self.let_go_of += 1
 
     def publish(self, blocks: CheckedBlocks) -> None:
         if self.published < len(self.held):
-            tokens = block_tokens(self.kinds[self.published])
-            self.chain = blocks.publish(self.held[self.published], self.chain, tokens)
+            place = self.chain, block_tokens(self.kinds[self.published])
+            self.chain = blocks.publish(self.held[self.published], *place)
+            for group, window in enumerate(self.windows):
+                blocks.accompany(blocks.index[place][0], group, window[self.published])
             self.published += 1
 
     def release(self, blocks: CheckedBlocks) -> None:
-        for block in reversed(self.held):
-            blocks.release(block)
+        tables = [self.held, *(window[self.let_go_of :] for window in self.windows)]
+        for table in reversed(tables) if self.windows_first else tables:
+            for block in reversed(table):
+                blocks.release(block)
 
 
-def walk_blocks(num_blocks: int, rng: random.Random, operations: int) -> CheckedBlocks:
+def walk_blocks(num_blocks: int, rng: random.Random, operations: int, window_groups: int = 0) -> CheckedBlocks:
     """Sequences that come, share prefixes, grow, publish and go; at the end all is free."""
-    blocks = CheckedBlocks(num_blocks)
+    blocks = CheckedBlocks(num_blocks, window_groups=window_groups)
     running: list[CachedChain] = []
     while blocks.operations < operations:
         match rng.randrange(10):
-            case 0 | 1:
+            case 0 | 1 if len(running) < 2 + num_blocks // 4:  # of more, most would find no room
                 kinds = [rng.randrange(4) for _ in range(rng.randrange(7))]
                 running.append(CachedChain(blocks, kinds, rng.randrange(SALTS)))
             case 2 if running:
                 running.pop(rng.randrange(len(running))).release(blocks)
-            case 3 if blocks.held:
-                blocks.publish(rng.choice(list(blocks.held)), rng.randrange(1, 50), block_tokens(rng.randrange(4)))
+            case 3 if of_full_group := [block for chain in running for block in chain.held]:
+                blocks.publish(rng.choice(of_full_group), rng.randrange(1, 50), block_tokens(rng.randrange(4)))
             case 4 | 5 | 6 if running:
                 rng.choice(running).grow(blocks)
-            case _ if running:
+            case 7 if running:
+                rng.choice(running).let_go(blocks)
+            case 8 | 9 if running:
                 rng.choice(running).publish(blocks)
         blocks.check()
     for chain in running:
@@ -226,8 +259,10 @@ def main() -> int:
             done += walk_states(slots, snapshots, rng, operations).operations
         elif number % 4 == 3:
             num_blocks = rng.randint(1, 60)
-            print(f"walk {number} of seed {args.seed}: {operations} operations of {num_blocks} blocks", flush=True)
-            done += walk_blocks(num_blocks, rng, operations).operations
+            groups = rng.choice([0, 0, 1, 3])
+            what = f"{num_blocks} blocks, {groups} window groups"
+            print(f"walk {number} of seed {args.seed}: {operations} operations of {what}", flush=True)
+            done += walk_blocks(num_blocks, rng, operations, groups).operations
         else:
             known = list(WALKS.values())
             scheduled = number - number // 4

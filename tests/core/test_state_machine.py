@@ -37,9 +37,13 @@ class BlockManagerMachine(RuleBasedStateMachine):
         super().__init__()
         self.running: list[CachedChain] = []
 
-    @initialize(num_blocks=st.integers(1, 10), prefix_caching=st.sampled_from([True, True, False]))
-    def create(self, num_blocks: int, prefix_caching: bool) -> None:
-        self.blocks = CheckedBlocks(num_blocks, prefix_caching)
+    @initialize(
+        num_blocks=st.integers(1, 10),
+        prefix_caching=st.sampled_from([True, True, False]),
+        window_groups=st.sampled_from([0, 0, 1, 2]),
+    )
+    def create(self, num_blocks: int, prefix_caching: bool, window_groups: int) -> None:
+        self.blocks = CheckedBlocks(num_blocks, prefix_caching, window_groups)
 
     @rule(kinds=st.lists(st.integers(0, 3), max_size=5), salt=st.integers(0, SALTS - 1))
     def begin(self, kinds: list[int], salt: int) -> None:
@@ -60,11 +64,16 @@ class BlockManagerMachine(RuleBasedStateMachine):
     def end(self, which: int) -> None:
         self.running.pop(which % len(self.running)).release(self.blocks)
 
-    @precondition(lambda self: self.blocks.held)
+    @precondition(lambda self: self.running)
+    @rule(which=st.integers(0, 99))
+    def let_go(self, which: int) -> None:
+        self.running[which % len(self.running)].let_go(self.blocks)
+
+    @precondition(lambda self: any(chain.held for chain in self.running))
     @rule(which=st.integers(0, 99), parent=st.integers(1, 5), kind=st.integers(0, 3))
     def publish_anywhere(self, which: int, parent: int, kind: int) -> None:
-        """Under a chain that may be gone, or again under another one, as forks do."""
-        held = sorted(self.blocks.held)
+        """Under a chain that may be gone, or again under another one, as forks do. Blocks of window groups are not."""
+        held = sorted({block for chain in self.running for block in chain.held})
         self.blocks.publish(held[which % len(held)], parent, block_tokens(kind))
 
     @rule(kinds=st.lists(st.integers(0, 3), max_size=5), salt=st.integers(0, SALTS - 1))
@@ -212,9 +221,12 @@ TestSchedulerMachine = SchedulerMachine.TestCase
 TestSchedulerMachine.settings = settings(max_examples=100, stateful_step_count=40)
 
 
-@pytest.mark.parametrize("num_blocks", [1, 5, 40])
-def test_block_manager_on_a_random_walk(num_blocks: int) -> None:
-    operations["blocks, random walk"] += walk_blocks(num_blocks, random.Random(num_blocks), 12_000).operations
+@pytest.mark.parametrize(("num_blocks", "window_groups"), [(1, 0), (5, 0), (40, 0), (8, 1), (30, 3)])
+def test_block_manager_on_a_random_walk(num_blocks: int, window_groups: int) -> None:
+    walked = walk_blocks(num_blocks, random.Random(num_blocks), 12_000, window_groups)
+    operations["blocks, random walk"] += walked.operations
+    if window_groups:
+        assert min(walked.saw[what] for what in ("companion", "prefix of windows", "shorter prefix", "dropped")) > 4
 
 
 @pytest.mark.parametrize("num_snapshots", [0, 1, 6, 40])

@@ -130,5 +130,7 @@ def test_headers_say_what_a_loaded_model_takes(checkpoint):
     info = load(path, "reference").info
     assert (said.way, said.architecture, said.dtype) == ("native", info.architecture, info.dtype)
     assert (said.num_parameters, said.weight_bytes) == (info.num_parameters, info.weight_bytes)
-    assert (said.kv_bytes_per_token, said.context) == (info.kv_bytes_per_block // info.block_size, info.max_model_len)
+    assert said.context == info.max_model_len
+    assert said.kv_bytes_per_sequence == info.kv_bytes_per_sequence
+    assert said.kv_bytes_per_token == info.kv_layer_token_bytes * max(1, info.num_kv_layers)
     assert said.window == info.window

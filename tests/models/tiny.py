@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -102,6 +102,8 @@ class Batch:
     slots: npt.NDArray[np.int32]
     needs: int = 0
     num_lanes: int = 0
+    window_tables: list[list[npt.NDArray[np.int32]]] = field(default_factory=list)
+    window_slots: list[npt.NDArray[np.int64]] = field(default_factory=list)
 
     @property
     def num_tokens(self) -> int:
@@ -123,11 +125,17 @@ class Batch:
             self.input_ids[index], self.positions[index], self.slot_mapping[index], ones.astype(np.int32),
             self.positions[index].astype(np.int32), ones[:-1], [self.tables[row] for row in rows],
             self.slots[rows], self.needs,
+            window_tables=[[tables[row] for row in rows] for tables in self.window_tables],
+            window_slots=[slots[index] for slots in self.window_slots],
         )  # fmt: skip
 
-    def block_table(self, row: int, num_blocks: int) -> npt.NDArray[np.int32]:
-        assert num_blocks <= len(self.tables[row])
-        return self.tables[row][:num_blocks]
+    def block_table(self, row: int, num_blocks: int, group: int = 0) -> npt.NDArray[np.int32]:
+        table = [self.tables, *self.window_tables][group][row]
+        assert num_blocks <= len(table)
+        return table[:num_blocks]
+
+    def slots_of(self, group: int) -> npt.NDArray[np.int64]:
+        return [self.slot_mapping, *self.window_slots][group]
 
 
 def native_batch(batch: Batch) -> Any:
@@ -138,20 +146,31 @@ def native_batch(batch: Batch) -> Any:
         batch.input_ids.tolist(), batch.positions.tolist(), batch.slot_mapping.tolist(),
         batch.query_start.tolist(), batch.context_len.tolist(), [t.tolist() for t in batch.tables],
         batch.sample_index.tolist(),
+        window_tables=[[t.tolist() for t in tables] for tables in batch.window_tables],
+        window_slots=[slots.tolist() for slots in batch.window_slots],
     )  # fmt: skip
     native.slots[:] = batch.slots
     return native
 
 
 class TinySequence:
-    """One sequence of a ``Driver``: its tokens, and how many of them are computed."""
+    """One sequence of a ``Driver``: its tokens, how many of them are computed, and a block table for each group."""
 
-    def __init__(self, prompt: Sequence[int], blocks: list[int], slot: int) -> None:
+    def __init__(self, prompt: Sequence[int], blocks: list[list[int]], slot: int) -> None:
         self.tokens = list(prompt)
         self.prompt_len = len(prompt)
         self.computed = 0
-        self.table = np.array(blocks, np.int32)
+        self.tables = [np.array(of_group, np.int32) for of_group in blocks]
         self.slot = slot
+
+    @property
+    def table(self) -> npt.NDArray[np.int32]:
+        """The table of the layers that see all."""
+        return self.tables[0]
+
+    def places(self, group: int, span: range, block_size: int) -> list[int]:
+        """Slots of these positions in the blocks of a group."""
+        return [int(self.tables[group][p // block_size]) * block_size + p % block_size for p in span]
 
     @property
     def generated(self) -> list[int]:
@@ -165,6 +184,7 @@ class Driver:
         """``native`` gives the runner the batches that native kernels need."""
         self.runner = runner
         self.native = native
+        self.num_groups = 1 + runner.info.window_groups
         self.random = random.Random(seed)
         self.free = list(range(runner.info.num_kv_blocks))
         self.random.shuffle(self.free)
@@ -176,7 +196,8 @@ class Driver:
         slot, self.num_slots = self.num_slots, self.num_slots + 1
         for address, size in self.runner.state_regions():
             ctypes.memset(address + slot * size, 0, size)
-        return TinySequence(prompt, [self.free.pop() for _ in range(count)], slot)
+        blocks = [[self.free.pop() for _ in range(count)] for _ in range(self.num_groups)]
+        return TinySequence(prompt, blocks, slot)
 
     def step(self, chunks: list[tuple[TinySequence, int]]) -> None:
         """Compute so many tokens of each sequence, and append the next token to those that are complete."""
@@ -184,14 +205,15 @@ class Driver:
         size = self.runner.info.block_size
         ids: list[int] = []
         positions: list[int] = []
-        slots: list[int] = []
+        slots: list[list[int]] = [[] for _ in range(self.num_groups)]
         starts, contexts, samples = [0], [], []
         sampled: list[TinySequence] = []
         for sequence, count in chunks:
             span = range(sequence.computed, sequence.computed + count)
             ids += sequence.tokens[span.start : span.stop]
             positions += span
-            slots += [int(sequence.table[p // size]) * size + p % size for p in span]
+            for group in range(self.num_groups):
+                slots[group] += sequence.places(group, span, size)
             contexts.append(span.start)
             starts.append(len(ids))
             sequence.computed = span.stop
@@ -199,9 +221,11 @@ class Driver:
                 samples.append(len(ids) - 1)
                 sampled.append(sequence)
         batch = Batch(
-            np.array(ids, np.int64), np.array(positions, np.int64), np.array(slots, np.int64),
+            np.array(ids, np.int64), np.array(positions, np.int64), np.array(slots[0], np.int64),
             np.array(starts, np.int32), np.array(contexts, np.int32), np.array(samples, np.int64),
             [sequence.table for sequence, _ in chunks], np.array([s.slot for s, _ in chunks], np.int32),
+            window_tables=[[s.tables[group] for s, _ in chunks] for group in range(1, self.num_groups)],
+            window_slots=[np.array(places, np.int64) for places in slots[1:]],
         )  # fmt: skip
         logits = self.runner.forward(native_batch(batch) if self.native else batch).logits
         if logits is None:

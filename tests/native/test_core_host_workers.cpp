@@ -164,7 +164,7 @@ struct Reference {
     kernels.store_kv(type, keys.at(0), width, values.at(0), width, cache(), batch(0, before));
   }
 
-  PagedKV cache() { return {k.data(), v.data(), shape.kv_heads, shape.dim, kBlockSize, element == 1 ? scales.data() : nullptr}; }
+  PagedKV cache() { return {k.data(), v.data(), shape.kv_heads, shape.dim, kBlockSize, 0, element == 1 ? scales.data() : nullptr}; }
   StepBatch batch(int64_t begin, int64_t end) const {
     StepBatch made;
     made.num_tokens = static_cast<int32_t>(end - begin);

@@ -261,7 +261,7 @@ TEST(cpu_attention_over_float8_is_chunk_invariant) {
         v(dtype, random_floats(length * dim, 3));
     const std::vector<float> scales{0.01f, 1.f / 0.01f, 0.5f, 2.f};  // keys saturate, values are coarse
     std::vector<Float8> k_cache(blocks * dim * block_size, Float8{0x7f}), v_cache = k_cache;
-    const PagedKV cache{k_cache.data(), v_cache.data(), 1, dim, block_size, scales.data()};
+    const PagedKV cache{k_cache.data(), v_cache.data(), 1, dim, block_size, 0, scales.data()};
     const std::vector<int32_t> table{3, 0, 4, 1, 2};
     auto run = [&](CpuKernels& kernels, int64_t begin, int64_t end, Array& out) {
       const StepBatch batch = one_row(table, block_size, begin, end);

@@ -462,7 +462,7 @@ class CpuOps(MixerOps[CpuLinearHandle | UnpackedHandle]):
 
     def _cache(self, cache: LayerKVCache, dtype: torch.dtype) -> _Cache:
         """A layer's cache, checked the first time it is seen. ``dtype`` is that of heads, if the cache is in float8."""
-        keys, values, scales, _ = cache
+        keys, values, scales, _, group = cache
         found = self._caches.get(id(keys))
         if found is not None and found.k() is keys and found.v() is values and found.scales is scales:
             return found
@@ -475,7 +475,7 @@ class CpuOps(MixerOps[CpuLinearHandle | UnpackedHandle]):
             check(scales, torch.float32, (2, 2, heads), "scales")
         check(keys, stored, (blocks, heads, dim, block_size), "k_cache")
         check(values, stored, (blocks, heads, block_size, dim), "v_cache")
-        native = PagedKV(keys.data_ptr(), values.data_ptr(), heads, dim, block_size, scales_at)
+        native = PagedKV(keys.data_ptr(), values.data_ptr(), heads, dim, block_size, scales_at, group)
         k, v = weakref.ref(keys), weakref.ref(values)
         found = _Cache(k, v, scales, native, dtype, native_dtype(dtype), heads, dim)
         self._caches[id(keys)] = found

@@ -100,7 +100,7 @@ class ReferenceOps(BaseOps[ReferenceLinear]):
     def store_kv(self, k: Tensor, v: Tensor, cache: LayerKVCache, batch: StepBatch) -> None:
         if cache.scales is not None:
             k, v = quantize_heads(k, cache.scales[0]), quantize_heads(v, cache.scales[1])
-        slots = torch.from_numpy(batch.slot_mapping)
+        slots = torch.from_numpy(batch.slots_of(cache.group))
         block_size = cache.v.shape[2]
         block, offset = slots // block_size, slots % block_size
         cache.k[block, :, :, offset] = k
@@ -116,7 +116,7 @@ class ReferenceOps(BaseOps[ReferenceLinear]):
             if last > len(q):
                 break
             end = int(batch.context_len[row]) + last - first
-            blocks = torch.from_numpy(batch.block_table(row, -(-end // block_size)))
+            blocks = torch.from_numpy(batch.block_table(row, -(-end // block_size), cache.group))
             k, v = gather_kv(cache.k, cache.v, blocks, 0, end, cache.scales)
             k = k.float().repeat_interleave(group, dim=0)
             v = v.float().repeat_interleave(group, dim=0)

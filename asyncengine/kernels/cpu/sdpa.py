@@ -34,7 +34,7 @@ def attend_prompts(call: AttentionCall[StepBatch], first_row: int, out: Tensor) 
         first, last = starts[row], starts[row + 1]
         context = int(batch.context_len[row])
         num_blocks = -(-(context + last - first) // call.cache.v.shape[2])
-        blocks = torch.from_numpy(batch.block_table(row, num_blocks))
+        blocks = torch.from_numpy(batch.block_table(row, num_blocks, call.cache.group))
         q = call.queries[first:last]
         out[first:last] = _attend_row(q, call.cache, blocks, context, layer.scale, layer.window)
 

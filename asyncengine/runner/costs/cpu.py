@@ -59,7 +59,7 @@ class Sizes(NamedTuple):
         chunks = dict.fromkeys((*(n for n in _CHUNKS if n < most_tokens), most_tokens))
         # There must be room for a context, to tell what it takes.
         measurable = tuple(n for n in chunks if 2 * n <= longest) or (max(1, longest // 2),)
-        return cls(tuple(rows), measurable, info.num_kv_blocks, info.block_size, longest)
+        return cls(tuple(rows), measurable, info.num_kv_blocks // (1 + info.window_groups), info.block_size, longest)
 
 
 def measure(sizes: Sizes, time_step: Callable[[Rows], float], end: float, clock: Callable[[], float]) -> CostTable:
@@ -141,7 +141,7 @@ def cpu_costs(config: EngineConfig, runner: CpuModelRunner, *, anew: bool = Fals
 
 def time_cpu_step(runner: CpuModelRunner, rows: Rows) -> float:
     """Seconds of the faster of two forwards, or of the first one if that takes long."""
-    batch = _step_batch(rows, runner.info.block_size)
+    batch = _step_batch(rows, runner.info.block_size, runner.info.window_groups)
     seconds: list[float] = []
     while len(seconds) < 2 and sum(seconds) < CPU_BUDGET_S / 20:
         started = time.perf_counter()
@@ -150,8 +150,8 @@ def time_cpu_step(runner: CpuModelRunner, rows: Rows) -> float:
     return min(seconds)
 
 
-def _step_batch(rows: Rows, block_size: int) -> StepBatch:
-    """Every row has blocks of its own, side by side, and samples its last token."""
+def _step_batch(rows: Rows, block_size: int, window_groups: int) -> StepBatch:
+    """Every row has blocks of its own, side by side, and samples its last token. All groups of layers use the same."""
     positions: list[int] = []
     slots: list[int] = []
     starts, tables, blocks = [0], [], 0
@@ -164,7 +164,8 @@ def _step_batch(rows: Rows, block_size: int) -> StepBatch:
         blocks += count
     return StepBatch(
         [0] * len(positions), positions, slots, starts, [context for _, context in rows], tables,
-        [start - 1 for start in starts[1:]],
+        [start - 1 for start in starts[1:]], window_tables=[tables] * window_groups,
+        window_slots=[slots] * window_groups,
     )  # fmt: skip
 
 

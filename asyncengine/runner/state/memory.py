@@ -35,6 +35,7 @@ from asyncengine.kernels.ops import (
 )
 from asyncengine.machine import available_memory, total_memory
 from asyncengine.models.config import ModelConfig
+from asyncengine.runner.state.groups import Groups
 
 logger = logging.getLogger(__name__)
 
@@ -42,6 +43,7 @@ DEFAULT_LIMIT_BYTES = 4 << 30
 DEFAULT_SHARE = 0.4
 SNAPSHOT_SHARE = 0.125
 """Share of a device's memory that snapshots of states take at most."""
+ONE_GROUP = Groups()
 _BYTES_PER_GRAPH = 2 << 20
 """Reserved beside the graphs' tensors; a graph of 300 kernels takes about half of it."""
 
@@ -54,6 +56,14 @@ def kv_dtype(config: EngineConfig, dtype: torch.dtype) -> torch.dtype:
 def block_bytes(model: ModelConfig, block_size: int, dtype: torch.dtype) -> int:
     """Bytes of one block: the planes in ``dtype`` of all layers that keep some. 0: no layer does."""
     return sum(spec.planes * spec.width for spec in _paged(model)) * block_size * dtype.itemsize
+
+
+def page_bytes(model: ModelConfig, block_size: int, dtype: torch.dtype, groups: Groups) -> int:
+    """Bytes of one block where it holds the layers of one group; ``block_bytes`` where there is one group."""
+    if groups.window_groups == 0:
+        return block_bytes(model, block_size, dtype)
+    spec = model.kv_specs[0]
+    return groups.layers * spec.planes * spec.width * block_size * dtype.itemsize
 
 
 def state_bytes(model: ModelConfig) -> int:
@@ -114,20 +124,24 @@ def _paged(model: ModelConfig) -> list[PagedSpec]:
 
 
 def choose_num_blocks(
-    config: EngineConfig, max_model_len: int, bytes_per_block: int, budget: int, device_bytes: int
-) -> int:
+    config: EngineConfig, max_model_len: int, bytes_per_block: int, budget: int, device_bytes: int,
+    groups: Groups = ONE_GROUP,
+) -> int:  # fmt: skip
     """Blocks to allocate: as configured, or what max_num_seqs sequences can use within ``budget`` bytes.
 
     Blocks of ``bytes_per_block`` 0 only count tokens: max_num_seqs sequences have all that they can use.
+    With window groups blocks are those of all groups, and num_kv_blocks counts the entries of block tables for which
+    there are blocks in every group.
     ``device_bytes`` is all memory of the device that keeps them. Raises ConfigError if what is configured is more, or
     if not even one sequence of the configured max_model_len fits. The model's own context may be
     larger than the cache: a request that can never fit is refused at its admission (KVCapacityError).
     """
-    per_sequence = -(-max_model_len // config.block_size)
+    per_sequence = groups.blocks_for(-(-max_model_len // config.block_size))
     field = "kv_cache_memory_bytes" if config.num_kv_blocks is None else "num_kv_blocks"
     configured: int | None = getattr(config, field)
     if configured is not None and (bytes_per_block > 0 or field == "num_kv_blocks"):
-        blocks, origin = configured // (1 if field == "num_kv_blocks" else bytes_per_block), field
+        blocks = configured * groups.count if field == "num_kv_blocks" else configured // bytes_per_block
+        origin = field
         if blocks * bytes_per_block > device_bytes:
             raise ConfigError(
                 f"{field} ({configured:,}) takes {blocks * bytes_per_block:,} bytes of the device's memory, which has "
@@ -140,8 +154,8 @@ def choose_num_blocks(
         origin = f"the default budget of {max(0, budget):,} bytes"
     if blocks < per_sequence:
         what = (
-            f"the KV cache ({origin}) holds {blocks * config.block_size:,} tokens, but one sequence of "
-            f"max_model_len takes {max_model_len:,} ({per_sequence:,} blocks, "
+            f"the KV cache ({origin}) holds {groups.entries_in(blocks) * config.block_size:,} tokens, but one sequence "
+            f"of max_model_len takes {max_model_len:,} ({per_sequence:,} blocks, "
             f"{per_sequence * bytes_per_block:,} bytes): lower max_model_len, or raise "
             "kv_cache_memory_bytes or num_kv_blocks"
         )
@@ -233,12 +247,13 @@ class KVCache:
 
 def allocate(
     config: EngineConfig, model: ModelConfig, num_blocks: int, dtype: torch.dtype, ops: Ops[Any, Any, Any],
-    scales: Tensor | None = None,
+    scales: Tensor | None = None, division: Groups = ONE_GROUP,
 ) -> KVCache:  # fmt: skip
     """The cache in the layout and on the device of ``ops``, for config.max_num_seqs slots.
 
     With ``scales`` [layers, 2, 2, Hk] (float8_cache.with_inverses) it is in float8, and otherwise in ``dtype``.
 
+    Layers that have the same place in groups of ``division`` share planes: a block holds one group.
     Host memory is not touched, so pages become real as blocks get used. Raises ConfigError if there is not enough.
     """
     if scales is not None:
@@ -247,6 +262,8 @@ def allocate(
     state_slots = num_state_slots(config, model, memory_of(ops.device))
     for spec in _paged(model):
         counts[spec.width] += spec.planes
+    if division.window_groups:
+        counts = Counter(dict.fromkeys(counts, 2 * division.layers))
     sizes = Counter(spec.num_bytes for spec in model.cache_parts if isinstance(spec, StateSpec))
     try:
         groups = {
@@ -259,13 +276,22 @@ def allocate(
         }
     except RuntimeError as e:
         beside = f", and {state_slots:,} states of {state_bytes(model):,} bytes" if state_slots else ""
+        each = page_bytes(model, block_size, dtype, division)
         raise ConfigError(
-            f"cannot allocate {num_blocks:,} KV blocks of {block_bytes(model, block_size, dtype):,} bytes{beside}: "
+            f"cannot allocate {num_blocks:,} KV blocks of {each:,} bytes{beside}: "
             "lower num_kv_blocks, kv_cache_memory_bytes or gpu_memory_utilization"
             + (", or max_num_seqs" if state_slots else "")
         ) from e
     planes, of_layers = ({size: iter(group) for size, group in made.items()} for made in (groups, states))
+    if division.window_groups:
+        order = [2 * place + part for place in division.places for part in (0, 1)]
+        planes = {width: iter([group[plane] for plane in order]) for width, group in groups.items()}
     layers = _layers(model, planes, of_layers, block_size, scales, ops.transposed_keys)
+    if division.window_groups:
+        layers = [
+            layer._replace(group=division.of_layers[layer.number]) if isinstance(layer, LayerKVCache) else layer
+            for layer in layers
+        ]
     return KVCache(list(groups.values()), list(states.values()), layers)
 
 

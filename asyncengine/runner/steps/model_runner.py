@@ -40,6 +40,7 @@ from asyncengine.runner.loop_config import choose_num_host_blocks, decodes_on_ho
 from asyncengine.runner.state import kv_scales
 from asyncengine.runner.state import memory as kv_cache
 from asyncengine.runner.state.fingerprint import program_digest
+from asyncengine.runner.state.groups import Groups, choose_groups
 from asyncengine.runner.state.host_ranks import HostRanks
 from asyncengine.runner.state.memory import KVCache
 from asyncengine.runner.steps.pooling import Means
@@ -77,7 +78,9 @@ class LoadedModel:
     ranks: int = 1
     """Ranks that hold the model together. ``config`` has the heads and caches of one, and bytes are those of one."""
 
-    def info(self, config: EngineConfig, num_blocks: int, num_host_blocks: int = 0) -> ModelInfo:
+    def info(
+        self, config: EngineConfig, num_blocks: int, num_host_blocks: int = 0, groups: Groups = kv_cache.ONE_GROUP
+    ) -> ModelInfo:
         return ModelInfo(
             name=config.model,
             path=self.path,
@@ -99,7 +102,11 @@ class LoadedModel:
             host_obstacle=self.host_obstacle,
             fingerprint="" if config.disk_kv_path is None else self._fingerprint(config),
             block_size=config.block_size,
-            kv_bytes_per_block=self.ranks * self.kv_bytes_per_block(config),
+            kv_bytes_per_block=self.ranks * self.kv_bytes_per_block(config, groups),
+            window_groups=groups.window_groups,
+            group_window=groups.window,
+            window_blocks=groups.window_blocks,
+            layers_per_block=groups.layers if groups.window_groups else 0,
             vector_size=len(self.config.labels) or self.config.hidden_size,
             labels=self.config.labels,
             exclusive_labels=self.config.exclusive_labels,
@@ -128,9 +135,10 @@ class LoadedModel:
         parts = (str(self.path), self.architecture, str(self.dtype), stats, settings, kernels, program_digest())
         return hashlib.sha256(repr(parts).encode()).hexdigest()
 
-    def kv_bytes_per_block(self, config: EngineConfig) -> int:
+    def kv_bytes_per_block(self, config: EngineConfig, groups: Groups = kv_cache.ONE_GROUP) -> int:
         """Bytes of a block in the cache of one rank."""
-        return kv_cache.block_bytes(self.config, config.block_size, kv_cache.kv_dtype(config, self.dtype))
+        dtype = kv_cache.kv_dtype(config, self.dtype)
+        return kv_cache.page_bytes(self.config, config.block_size, dtype, groups)
 
 
 def read_model_config(config: EngineConfig) -> ModelConfig:
@@ -324,22 +332,24 @@ class CpuModelRunner:
             loaded = replace(loaded, kv_scales=all_scales[0])
         num_states = kv_cache.num_state_slots(config, loaded.config, kv_cache.memory_of(ops.device))
         state_bytes = num_states * kv_cache.state_bytes(loaded.config)
+        groups = choose_groups(config, loaded.config, loaded.max_model_len, "cpu")
         num_blocks = kv_cache.choose_num_blocks(
             config,
             loaded.max_model_len,
-            count * loaded.kv_bytes_per_block(config),
+            count * loaded.kv_bytes_per_block(config, groups),
             kv_cache.host_budget(count * loaded.mapped_bytes + state_bytes),
             total_memory() - state_bytes,
+            groups,
         )
         cache, *others = [
-            kv_cache.allocate(config, loaded.config, num_blocks, loaded.dtype, own, scales)
+            kv_cache.allocate(config, loaded.config, num_blocks, loaded.dtype, own, scales, groups)
             for own, scales in zip(ranks, all_scales, strict=True)
         ]
         if isinstance(model, HostRanks):
             model.caches = [other.layers for other in others]
             cache = replace(cache, groups=[group for each in (cache, *others) for group in each.groups])
         num_host_blocks = choose_num_host_blocks(config, count * loaded.kv_bytes_per_block(config), num_blocks)
-        return cls(loaded.info(config, num_blocks, num_host_blocks), loaded.config, model, cache)
+        return cls(loaded.info(config, num_blocks, num_host_blocks, groups), loaded.config, model, cache)
 
     def forward(self, batch: StepBatch) -> Answers:
         """Run one step. The result stays alive until the next call: native code may read it by its address."""

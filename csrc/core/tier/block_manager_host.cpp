@@ -17,6 +17,7 @@ void BlockManager::evict(int32_t block) {
 void BlockManager::erase(int32_t id) {
   if (snapshots_ != nullptr) snapshots_->forget(index_.chain_of(id).id);
   index_.erase(id);
+  if (window_groups_ > 0) drop_companions(id);
 }
 
 void BlockManager::note_without_copy(int32_t block) {

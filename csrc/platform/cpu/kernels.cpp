@@ -232,11 +232,10 @@ void CpuKernels::rotary(Dtype dtype, const RotaryTask& task, int64_t tokens) {
 void CpuKernels::store_kv(Dtype dtype, const void* k, int64_t k_stride, const void* v, int64_t v_stride, const PagedKV& cache,
                           const StepBatch& batch) {
   const TokenRange all{0, batch.num_tokens};
-  store_tokens(dtype, {k, v, k_stride, v_stride}, cache, batch, {&all, 1});
+  store_tokens(dtype, {k, v, k_stride, v_stride, batch.slots_of(cache.group)}, cache, {&all, 1});
 }
 
-void CpuKernels::store_tokens(Dtype dtype, const NewKV& fresh, const PagedKV& cache, const StepBatch& batch,
-                              std::span<const TokenRange> ranges) {
+void CpuKernels::store_tokens(Dtype dtype, const NewKV& fresh, const PagedKV& cache, std::span<const TokenRange> ranges) {
   int64_t tokens = 0;
   for (const TokenRange& range : ranges) tokens += range.end - range.begin;
   // Work is split by head: neighbouring tokens share cache lines of K. An element of K is a cache line of its own when
@@ -244,15 +243,14 @@ void CpuKernels::store_tokens(Dtype dtype, const NewKV& fresh, const PagedKV& ca
   for_row_chunks(cache.num_kv_heads, tokens * cache.head_dim * kElementsPerCacheMiss, [&](int64_t begin, int64_t end) {
     for (int64_t head = begin; head < end; ++head) {
       for (const TokenRange& range : ranges) {
-        for (int64_t token = range.begin; token < range.end; ++token) store_new(dtype, fresh, cache, batch, token, head);
+        for (int64_t token = range.begin; token < range.end; ++token) store_new(dtype, fresh, cache, token, head);
       }
     }
   });
 }
 
-void CpuKernels::store_new(Dtype dtype, const NewKV& fresh, const PagedKV& cache, const StepBatch& batch, int64_t token,
-                           int64_t head) const {
-  const int64_t at = head * cache.head_dim, slot = batch.slot_mapping[static_cast<size_t>(token)];
+void CpuKernels::store_new(Dtype dtype, const NewKV& fresh, const PagedKV& cache, int64_t token, int64_t head) const {
+  const int64_t at = head * cache.head_dim, slot = fresh.slots[token];
   if (slot < 0) return;  // a host row's
   const int64_t dim = cache.head_dim, size = cache.block_size;
   const int64_t first = (slot / size * cache.num_kv_heads + head) * dim * size;
@@ -271,7 +269,7 @@ void CpuKernels::store_new(Dtype dtype, const NewKV& fresh, const PagedKV& cache
 // Tiles of queries × heads of a group per KV head; a single decode token's partitions are spread over items of their
 // own when there would be too few items otherwise. The key and value of a token that only one item per KV head reads
 // are stored by that item: rows that share blocks share what earlier steps have written.
-void CpuKernels::plan_attention(const AttentionTask& task, const StepBatch& batch, int64_t tokens) {
+void CpuKernels::plan_attention(const AttentionTask& task, const StepBatch& batch, int64_t tokens, const int32_t* const* tables) {
   items_.clear();
   split_rows_.clear();
   stored_apart_.clear();
@@ -290,7 +288,7 @@ void CpuKernels::plan_attention(const AttentionTask& task, const StepBatch& batc
       const int64_t position = batch.context_len[r] + tile;
       const int64_t first_key = task.window > 0 ? std::max<int64_t>(0, position - task.window + 1) : 0;
       AttentionItem item{
-          .block_table = batch.block_tables[r],
+          .block_table = tables[r],
           .first_token = first_token + tile,
           .first_position = position,
           .num_queries = static_cast<int32_t>(count),
@@ -367,20 +365,20 @@ void CpuKernels::attention(Dtype dtype, const void* heads, int64_t num_q_heads, 
                            const StepBatch& batch, float scale, int64_t window, float softcap, const float* sinks) {
   const int64_t k = num_q_heads * cache.head_dim, v = k + cache.num_kv_heads * cache.head_dim;
   const int64_t stride = v + cache.num_kv_heads * cache.head_dim;
-  const NewKV fresh{offset(heads, k, dtype), offset(heads, v, dtype), stride, stride};
+  const NewKV fresh{offset(heads, k, dtype), offset(heads, v, dtype), stride, stride, batch.slots_of(cache.group)};
   const AttentionTask task = attention_task(heads, stride, num_q_heads, out, cache, scale, window, softcap, sinks);
   attend(dtype, task, batch.num_tokens, cache, batch, &fresh);
 }
 
 void CpuKernels::attend(Dtype dtype, const AttentionTask& task, int64_t tokens, const PagedKV& cache, const StepBatch& batch,
                         const NewKV* fresh) {
-  plan_attention(task, batch, tokens);
-  if (fresh != nullptr) store_tokens(dtype, *fresh, cache, batch, stored_apart_);
+  plan_attention(task, batch, tokens, batch.tables_of(cache.group));
+  if (fresh != nullptr) store_tokens(dtype, *fresh, cache, stored_apart_);
   reserve_scratch(attention_scratch_floats(task.head_dim));
   pool_.parallel_for(static_cast<int64_t>(items_.size()), [&](int64_t index, int thread) {
     const PlannedItem& planned = items_[static_cast<size_t>(index)];
     if (fresh != nullptr && planned.stores) {
-      store_new(dtype, *fresh, cache, batch, planned.item.first_token, planned.item.kv_head);
+      store_new(dtype, *fresh, cache, planned.item.first_token, planned.item.kv_head);
     }
     isa_.attend(dtype, task, planned.item, scratch(thread));
   });

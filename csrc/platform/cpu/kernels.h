@@ -80,6 +80,7 @@ struct PagedKV {
   void* k;  // [num_blocks, num_kv_heads, head_dim, block_size]
   void* v;  // [num_blocks, num_kv_heads, block_size, head_dim]
   int64_t num_kv_heads, head_dim, block_size;
+  int32_t group = 0;              // of the layer: StepBatch::tables_of()
   const float* scales = nullptr;  // of KVScales: keys and values are Float8; null: they are in the dtype of a call
 };
 
@@ -152,6 +153,7 @@ class CpuKernels {
     const void* k;
     const void* v;
     int64_t k_stride, v_stride;
+    const int64_t* slots;  // in the blocks of the layer's group
   };
   struct HitExpert {  // an expert that computes rows of a call
     const CpuLinear *up, *down;
@@ -175,13 +177,12 @@ class CpuKernels {
   void multiply_experts(bool up, void* x, void* y, bool y_float32, Prepare&& prepare);
   void sum_results(const float* results, const float* weights, int64_t first_pair, int64_t top_k, int64_t width, Dtype dtype,
                    void* y) const;
-  void plan_attention(const AttentionTask& task, const StepBatch& batch, int64_t tokens);
+  void plan_attention(const AttentionTask& task, const StepBatch& batch, int64_t tokens, const int32_t* const* tables);
   // fresh is stored on the way; null: all keys and values are there.
   void attend(Dtype dtype, const AttentionTask& task, int64_t tokens, const PagedKV& cache, const StepBatch& batch,
               const NewKV* fresh);
-  void store_new(Dtype dtype, const NewKV& fresh, const PagedKV& cache, const StepBatch& batch, int64_t token, int64_t head) const;
-  void store_tokens(Dtype dtype, const NewKV& fresh, const PagedKV& cache, const StepBatch& batch,
-                    std::span<const TokenRange> ranges);
+  void store_new(Dtype dtype, const NewKV& fresh, const PagedKV& cache, int64_t token, int64_t head) const;
+  void store_tokens(Dtype dtype, const NewKV& fresh, const PagedKV& cache, std::span<const TokenRange> ranges);
   // body(begin, end) for ranges of rows of so many elements.
   template <class Body>
   void for_row_chunks(int64_t rows, int64_t row_elements, Body&& body) {

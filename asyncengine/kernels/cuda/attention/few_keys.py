@@ -119,7 +119,7 @@ def surroundings(call: KernelCall) -> tuple[Tensor, Tensor, float, Tensor]:
 
 def check_heads(call: KernelCall) -> None:
     """Raises ValueError if a tensor of the call does not fit the others, for a kernel that prepares heads."""
-    heads, out, (k_cache, v_cache, scales, _) = call.heads, call.out, call.cache
+    heads, out, (k_cache, v_cache, scales, *_) = call.heads, call.out, call.cache
     num_heads, norms, cos_sin = call.layer.num_heads, call.layer.norms, call.layer.cos_sin
     tokens, all_heads, dim = heads.shape
     kv_heads, cached = k_cache.shape[1], cached_dtype(heads.dtype, scales)

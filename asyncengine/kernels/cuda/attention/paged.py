@@ -86,7 +86,7 @@ def check_layout(call: KernelCall, shape: AttentionShape) -> None:
 
 
 def _launch(call: KernelCall, section: Section) -> None:
-    q, out, layer, step, (k_cache, v_cache, scales, _) = call.queries, call.out, call.layer, call.step, call.cache
+    q, out, layer, step, (k_cache, v_cache, scales, *_) = call.queries, call.out, call.layer, call.step, call.cache
     _, kv_heads, block_size, head_dim = k_cache.shape
     tile, group = section.tile, q.shape[1] // kv_heads
     width = max(16, triton.next_power_of_2(head_dim))  # what a dot takes at least

@@ -43,7 +43,7 @@ def run(launch: Launch, call: KernelCall) -> None:
     Raises ConfigError if ``work`` was allocated for something else, ValueError if the other tensors do not fit.
     """
     section = section_of_heads(launch, call)
-    heads, out, layer, step, (k_cache, v_cache, scales, _) = call.heads, call.out, call.layer, call.step, call.cache
+    heads, out, layer, step, (k_cache, v_cache, scales, *_) = call.heads, call.out, call.layer, call.step, call.cache
     _, kv_heads, block_size, head_dim = k_cache.shape
     group = layer.num_heads // kv_heads
     tile = section.tile

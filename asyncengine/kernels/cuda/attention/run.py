@@ -84,7 +84,7 @@ def norm_all_heads(heads: Tensor, num_heads: int, norms: HeadNorms, *, pdl: bool
 
 def prepare(call: KernelCall) -> None:
     """Norm and rotate queries and keys, the queries in place, and store keys and values in the cache."""
-    heads, layer, step, (k_cache, v_cache, scales, _) = call.heads, call.layer, call.step, call.cache
+    heads, layer, step, (k_cache, v_cache, scales, *_) = call.heads, call.layer, call.step, call.cache
     q_norm, k_norm, eps, v_norm = layer.norms or (None, None, 0.0, None)
     if layer.shares:
         if layer.cos_sin is not None:

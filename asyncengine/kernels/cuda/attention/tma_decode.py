@@ -83,7 +83,7 @@ def run(launch: Launch, call: KernelCall) -> None:
 
 
 def _launch(launch: Launch, call: KernelCall, section: Section) -> None:
-    heads, out, layer, step, (k_cache, v_cache, _, _) = call.heads, call.out, call.layer, call.step, call.cache
+    heads, out, layer, step, (k_cache, v_cache, *_) = call.heads, call.out, call.layer, call.step, call.cache
     _, kv_heads, block_size, dim = k_cache.shape
     tile, group = section.tile, layer.num_heads // kv_heads
     suits = block_size == BLOCK.value and dim in (64, 128) and group <= GROUP_ROWS.value
