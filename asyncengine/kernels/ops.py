@@ -137,7 +137,7 @@ class LayerKVCache(NamedTuple):
     number: int = 0
     """Index of this layer among the layers that keep keys and values."""
     group: int = 0
-    """Group of layers that share a block table: 0 sees all tokens, others have a window. CPU only."""
+    """Group of layers that share a block table: 0 sees all tokens, others have a window."""
 
 
 class LayerLatentCache(NamedTuple):

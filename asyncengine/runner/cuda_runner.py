@@ -31,6 +31,7 @@ from asyncengine.runner.start.graphs import CapturedSteps, loaded_libcudart
 from asyncengine.runner.start.prepare import make_steps, prepare
 from asyncengine.runner.start.ranks import GpuRank, OtherRank, calibrate, check_ranks, connect_ranks, reach_peers
 from asyncengine.runner.state import memory
+from asyncengine.runner.state.groups import Groups, choose_groups
 from asyncengine.runner.steps.buckets import Bucket, token_buckets
 from asyncengine.runner.steps.device_steps import ARGMAX, VARIANTS, DeviceSteps, StepBuffers, step_buckets
 from asyncengine.runner.steps.model_runner import LoadedModel
@@ -97,19 +98,23 @@ class CudaRunner:
             host_rows = HostRows.make(config, native, loaded)
             lanes = 0 if host_rows is None else host_rows.num_lanes
             buckets = step_buckets(config, loaded, ops, lanes)
+            groups = choose_groups(config, loaded.config, loaded.max_model_len)
             num_blocks = memory.choose_num_blocks(
                 config,
                 loaded.max_model_len,
-                count * loaded.kv_bytes_per_block(config),
-                count * min(_prepare(config, rank, buckets, host_rows) for rank in ranks),
+                count * loaded.kv_bytes_per_block(config, groups),
+                count * min(_prepare(config, rank, buckets, host_rows, groups) for rank in ranks),
                 count * torch.cuda.mem_get_info(device)[1],
+                groups,
             )
-            steps, buffers = make_steps(config, loaded, ops, native, num_blocks, host_rows, ranks[0].exchange)
+            steps, buffers = make_steps(
+                config, loaded, ops, native, num_blocks, host_rows, ranks[0].exchange, groups=groups
+            )
             others = [_other_rank(config, rank, num_blocks, buffers.staging) for rank in ranks[1:]]
             tier = HostTier.make(config, native, steps.cache.groups)
         except torch.OutOfMemoryError as e:
             raise ConfigError(f"{_too_little_memory(device)} ({e})") from e
-        info = loaded.info(config, num_blocks, 0 if tier is None else tier.pool.num_blocks)
+        info = loaded.info(config, num_blocks, 0 if tier is None else tier.pool.num_blocks, groups)
         if host_rows is not None and (tier is None or buffers.staging.mode == "pageable"):
             logger.warning("hybrid_attention is off: host memory cannot be pinned")
             host_rows, buckets = None, [bucket for bucket in buckets if not bucket.lanes]
@@ -229,11 +234,15 @@ def _load_ranks(config: EngineConfig, first: torch.device, *, progress: bool) ->
     return ranks
 
 
-def _prepare(config: EngineConfig, rank: GpuRank, buckets: list[Bucket], host_rows: HostRows | None) -> int:
+def _prepare(
+    config: EngineConfig, rank: GpuRank, buckets: list[Bucket], host_rows: HostRows | None, groups: Groups
+) -> int:
     """Compile the kernels of a GPU; its bytes for keys and values."""
     loaded, device = rank.loaded, rank.device
     with torch.cuda.device(device):
-        state_bytes, step_bytes = prepare(config, loaded, rank.ops, rank.native, buckets, host_rows, rank.exchange)
+        state_bytes, step_bytes = prepare(
+            config, loaded, rank.ops, rank.native, buckets, host_rows, rank.exchange, groups
+        )
         state_bytes += gathered_bytes(config, loaded.kv_bytes_per_block(config))
         return memory.device_budget(config, device, state_bytes, step_bytes, len(VARIANTS) * len(buckets))
 

@@ -180,7 +180,7 @@ def describe_model(config: EngineConfig, device: str, memory_bytes: int | None =
     except ModelError as e:
         return ModelReport(config.model, "refused", str(e))
     ranks = config.tensor_parallel_size
-    groups, cached = choose_groups(config, model, context, device), memory.kv_dtype(config, dtype)
+    groups, cached = choose_groups(config, model, context), memory.kv_dtype(config, dtype)
     of_token = ranks * memory.block_bytes(model, config.block_size, cached) // config.block_size
     of_block = ranks * memory.page_bytes(model, config.block_size, cached, groups)
     total = _memory_of(config, device) if memory_bytes is None else memory_bytes

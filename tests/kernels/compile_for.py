@@ -188,6 +188,7 @@ def main(target: str, directory: str, dtype: str, quantization: Quantization = "
     # Rows with several samples, records and entries, which no captured variant has.
     several = allocate_step(4, 8, 4, 64, ops.device, 12)
     ingest(steps.source, several, config.block_size, needs=int(~_core.Need(0)))
+    ingest(steps.source, allocate_step(4, 8, 4, 64, ops.device, window_groups=2), config.block_size)
     hidden = torch.zeros(4, 64, dtype=loaded.dtype)
     store_vectors(hidden, several, steps.source.header, steps.source.outputs, 12, pdl=ops.options.pdl)
     if quantization == "fp8":  # which has kernels of ours for few rows, whatever the card

@@ -21,6 +21,7 @@ from asyncengine.runner.host.tier import HostTier
 from asyncengine.runner.loop_config import step_loop_config
 from asyncengine.runner.start.calibration import with_kv_scales
 from asyncengine.runner.start.prepare import make_steps
+from asyncengine.runner.state.groups import choose_groups
 from asyncengine.runner.steps.buckets import token_buckets
 from asyncengine.runner.steps.device_steps import VARIANTS, step_buckets
 from asyncengine.runner.steps.model_runner import load_model
@@ -34,9 +35,11 @@ def load(config: EngineConfig) -> Backend:
     native = _core.CudaDevice.simulated(device)
     ops = CudaOps(torch.device("cpu"))
     loaded = with_kv_scales(config, load_model(config, ops), ops)
-    info = loaded.info(config, config.num_kv_blocks)
+    groups = choose_groups(config, loaded.config, loaded.max_model_len)
+    num_blocks = config.num_kv_blocks * groups.count
+    info = loaded.info(config, num_blocks, groups=groups)
     host_rows = HostRows.make(config, native, loaded)
-    steps, buffers = make_steps(config, loaded, ops, native, config.num_kv_blocks, host_rows)
+    steps, buffers = make_steps(config, loaded, ops, native, num_blocks, host_rows, groups=groups)
     buckets = step_buckets(config, loaded, ops, 0 if host_rows is None else host_rows.num_lanes)
     graphs = _core.CudaGraphs(native)
     for bucket in buckets:
@@ -69,6 +72,8 @@ def poison(steps) -> None:
     for name in ("input_ids", "positions", "row_query_start", "row_query_len", "row_context_len", "sample_position"):
         getattr(state, name).fill_(1 << 20)
     state.slots.block_tables.fill_(1 << 20)
+    if state.slots.window_tables is not None:
+        state.slots.window_tables.fill_(1 << 20)
     state.slots.last_token.fill_(1 << 20)
     for planes in steps.cache.groups:
         planes.fill_(float("nan"))

@@ -236,7 +236,7 @@ class CudaOps:
     def attention(self, heads: Tensor, layer: AttentionLayer, cache: LayerKVCache, batch: CudaBatch) -> Tensor:
         _, num_kv_heads, _, head_dim = cache.v.shape
         attend = batch.attention.of(layer, num_kv_heads, head_dim)
-        return attend(heads, layer, cache, batch.step, **self.options.for_tma)
+        return attend(heads, layer, cache, batch.step.of_group(cache.group), **self.options.for_tma)
 
     def make_latent_up(self, up: Tensor, key_dim: int) -> Tensor:
         return up

@@ -118,6 +118,8 @@ def _lay_out(steps: DeviceSteps, rows: int, entries: int) -> None:
     tables = torch.arange(entries)[None, :] * rows + torch.arange(rows)[:, None]
     block_tables = steps.state.slots.block_tables
     block_tables[:rows, :entries] = tables.to(block_tables)
+    if steps.state.slots.window_tables is not None:  # the same blocks: what is computed does not matter
+        steps.state.slots.window_tables[:, :rows, :entries] = tables.to(block_tables)
 
 
 def check(steps: DeviceSteps, rows: int) -> None:

@@ -26,6 +26,7 @@ from asyncengine.runner.host.rows import HostRows
 from asyncengine.runner.loop_config import step_loop_config
 from asyncengine.runner.start.tuning import Tuner
 from asyncengine.runner.state import memory
+from asyncengine.runner.state.groups import Groups
 from asyncengine.runner.steps.buckets import Bucket
 from asyncengine.runner.steps.device_steps import VARIANTS, DeviceSteps, StepBuffers
 from asyncengine.runner.steps.model_runner import LoadedModel
@@ -48,11 +49,13 @@ def make_steps(
     host_rows: HostRows | None = None,
     exchange: Exchange | None = None,
     first: Staging | None = None,
+    groups: Groups = memory.ONE_GROUP,
 ) -> tuple[DeviceSteps, StepBuffers]:
-    """Allocate the steps. ``first``, beside an ``exchange``, is the staging of the first GPU, which this follows."""
-    cache = memory.allocate(config, loaded.config, num_blocks, loaded.dtype, ops, loaded.kv_scales)
+    """Allocate the steps. ``first``, beside an ``exchange``, is the staging of the first GPU, which this follows.
+    ``groups`` divides the layers."""
+    cache = memory.allocate(config, loaded.config, num_blocks, loaded.dtype, ops, loaded.kv_scales, groups)
     # The host tier comes later, and its size does not matter here: with one there may be lanes.
-    info = loaded.info(config, num_blocks, 0 if host_rows is None else 1)
+    info = loaded.info(config, num_blocks, 0 if host_rows is None else 1, groups)
     staging = Staging.following(first) if first else Staging(native, step_loop_config(config, info), config.staging)
     buffers = StepBuffers.allocate(staging, config.max_num_seqs, ops.device, reads_only=first is not None)
     lanes = None if host_rows is None else host_rows.lanes(buffers.source.header)
@@ -67,6 +70,7 @@ def prepare(
     buckets: list[Bucket],
     host_rows: HostRows | None = None,
     exchange: Exchange | None = None,
+    groups: Groups = memory.ONE_GROUP,
 ) -> tuple[int, int]:
     """Compile kernels and measure plans; then bytes of the steps' state, and bytes that the largest step takes beside.
 
@@ -75,7 +79,7 @@ def prepare(
     device = ops.device
     torch.cuda.synchronize(device)
     before = torch.cuda.memory_allocated(device)
-    steps, buffers = make_steps(config, loaded, ops, native, 1, host_rows, exchange)
+    steps, buffers = make_steps(config, loaded, ops, native, 1, host_rows, exchange, groups=groups)
     state_bytes = torch.cuda.memory_allocated(device) - before
     prepare_kernels(config, ops, steps, buckets, Tuner(ops.device, ops.gpu, **ops.options.for_tma))
     torch.cuda.empty_cache()

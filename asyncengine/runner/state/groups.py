@@ -54,7 +54,7 @@ class Groups:
         return max(num_blocks // self.count, num_blocks - self.window_groups * self.window_blocks)
 
 
-def choose_groups(config: EngineConfig, model: ModelConfig, max_model_len: int, device_type: str) -> Groups:
+def choose_groups(config: EngineConfig, model: ModelConfig, max_model_len: int) -> Groups:
     """Divide the layers where that saves memory of a sequence of ``max_model_len`` tokens; one group where it does not,
     or where a part of the machine knows one table alone."""
     specs = model.kv_specs
@@ -69,7 +69,7 @@ def choose_groups(config: EngineConfig, model: ModelConfig, max_model_len: int, 
     entries = -(-max_model_len // config.block_size)
     if groups.layers * groups.blocks_for(entries) >= len(specs) * entries or groups.count > _MOST_GROUPS:
         return Groups()
-    if obstacle := _obstacle(config, model, device_type):
+    if obstacle := _obstacle(config, model):
         logger.info("layers with a window keep all tokens: %s has one block table for all layers", obstacle)
         return Groups()
     return groups
@@ -87,10 +87,8 @@ def _divide(slides: Sequence[bool], count: int) -> tuple[tuple[int, ...], tuple[
     return tuple(groups), tuple(places)
 
 
-def _obstacle(config: EngineConfig, model: ModelConfig, device_type: str) -> str:
+def _obstacle(config: EngineConfig, model: ModelConfig) -> str:
     """The part of the machine that knows one table alone; empty if there is none."""
-    if device_type != "cpu":
-        return f"device={device_type}"
     if config.host_kv_memory_bytes is not None:
         return "a host tier"
     if config.tensor_parallel_size > 1:

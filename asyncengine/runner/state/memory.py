@@ -236,6 +236,11 @@ class KVCache:
     layers: list[LayerCache]
     """caches of the layers, as ModelConfig.layer_caches says"""
 
+    @property
+    def window_groups(self) -> int:
+        """Groups of layers with a window that have block tables of their own."""
+        return max((layer.group for layer in self.layers if isinstance(layer, LayerKVCache)), default=0)
+
     def block_regions(self) -> list[tuple[int, int]]:
         """(address of block 0, bytes per block) of every plane, for copying blocks."""
         return [(plane.data_ptr(), plane[0].nbytes) for group in self.groups for plane in group]

@@ -143,6 +143,7 @@ class DeviceSteps:
             ops.device,
             buffers.staging.records_begin,
             lanes=(0, 0) if lanes is None else (len(lanes.staged) + 1, lanes.staged.shape[1]),
+            window_groups=cache.window_groups,
         )
         self._exchange = exchange
         if exchange is not None:

@@ -332,7 +332,7 @@ class CpuModelRunner:
             loaded = replace(loaded, kv_scales=all_scales[0])
         num_states = kv_cache.num_state_slots(config, loaded.config, kv_cache.memory_of(ops.device))
         state_bytes = num_states * kv_cache.state_bytes(loaded.config)
-        groups = choose_groups(config, loaded.config, loaded.max_model_len, "cpu")
+        groups = choose_groups(config, loaded.config, loaded.max_model_len)
         num_blocks = kv_cache.choose_num_blocks(
             config,
             loaded.max_model_len,

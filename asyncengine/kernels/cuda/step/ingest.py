@@ -68,6 +68,7 @@ from asyncengine.kernels.cuda.step.layout import (
     UPDATE_TOP_P,
     UPDATE_WORDS,
 )
+from asyncengine.kernels.cuda.step.tables import clear_windows, find_slots, take_blocks, take_windows
 from asyncengine.kernels.cuda.step.tensors import DeviceStep
 
 _MAX_STOPS = tl.constexpr(MAX_STOPS)
@@ -172,6 +173,10 @@ def ingest(
         step.row_entries,
         step.input_ids if step.lane_slots is None else step.lane_slots,
         step.input_ids if step.lane_positions is None else step.lane_positions,
+        slots.window_tables,
+        step.window_slots,
+        0 if slots.window_tables is None else slots.window_tables.stride(0),
+        0 if step.window_slots is None else step.window_slots.stride(0),
         slots.block_tables.shape[1],
         words if source.fetched is None else 0,
         rows,
@@ -183,6 +188,7 @@ def ingest(
         ENTRIES=bool(needs & ENTRY_NEEDS),
         LANES=step.num_lanes,
         LANE_ENTRIES=entries,
+        WINDOWS=step.num_window_groups,
         RING=ring,
         BLOCK_SIZE=block_size,
         CHUNK=_CHUNK,
@@ -275,6 +281,10 @@ def _ingest(
     row_entries,
     lane_slots,
     lane_positions,
+    window_tables,
+    window_slots,
+    table_stride,
+    slot_stride,
     max_blocks,
     stride,
     R,
@@ -286,6 +296,7 @@ def _ingest(
     ENTRIES: tl.constexpr,
     LANES: tl.constexpr,
     LANE_ENTRIES: tl.constexpr,
+    WINDOWS: tl.constexpr,
     RING: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     CHUNK: tl.constexpr,
@@ -311,6 +322,8 @@ def _ingest(
         tl.store(positions + token, 0, mask=unused)
         tl.store(slot_mapping + token, -1, mask=unused)
         tl.store(token_slot + token, -1, mask=unused)
+        if WINDOWS > 0:
+            clear_windows(window_slots, slot_stride, token, unused, WINDOWS)
         if MULTI:  # N is no more than T
             unused = (token >= num_samples) & (token < N)
             tl.store(sample_index + token, tl.zeros([CHUNK], tl.int64), mask=unused)
@@ -378,10 +391,7 @@ def _ingest(
             context_len = tl.where(is_behind & from_device, known, context_len)
             tl.store(length + slot, context_len + query_len, mask=is_behind & (from_device == 0))
 
-        for start in range(0, delta_count, CHUNK):
-            entry = start + offsets
-            fresh = entry < delta_count
-            tl.store(table + delta_first + entry, tl.load(delta_blocks + entry, mask=fresh), mask=fresh)
+        take_blocks(table, delta_blocks, delta_first, delta_count, CHUNK)
 
         num_own = query_len  # tokens that are the row's
         if LANES > 0:
@@ -394,13 +404,7 @@ def _ingest(
             i = start + offsets
             valid = i < num_own
             position = context_len + i
-            entry = position // BLOCK_SIZE
-            # Blocks just written to the table are taken from their source, so that no barrier is needed between the
-            # two.
-            fresh = (entry >= delta_first) & (entry < delta_first + delta_count)
-            block = tl.load(table + entry, mask=valid & (fresh == 0), other=0)
-            block = tl.where(fresh, tl.load(delta_blocks + entry - delta_first, mask=valid & fresh, other=0), block)
-            kv_slot = block.to(tl.int64) * BLOCK_SIZE + position % BLOCK_SIZE
+            kv_slot = find_slots(table, delta_blocks, delta_first, delta_count, position, valid, BLOCK_SIZE)
             prompt = tl.load(prompt_ids + prompt_start + i, mask=valid & (from_device == 0), other=0)
             token = query_start + i
             given = last
@@ -411,6 +415,12 @@ def _ingest(
             tl.store(positions + token, position, mask=valid)
             tl.store(slot_mapping + token, tl.where(inert, -1, kv_slot), mask=valid)
             tl.store(token_slot + token, tl.where(inert, -1, slot), mask=valid)
+
+        if WINDOWS > 0:
+            take_windows(
+                window_tables + slot.to(tl.int64) * max_blocks, table_stride, window_slots + query_start, slot_stride,
+                delta_blocks, delta_first, delta_count, context_len, num_own, inert, WINDOWS, BLOCK_SIZE, CHUNK,
+            )  # fmt: skip
 
         tl.store(row_slot + pid, slot)
         tl.store(row_query_start + pid, query_start)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -37,6 +37,8 @@ class Slots:
     sets it at the end of a prompt, and the kernel that samples adds the tokens it appends."""
     draft_tokens: Tensor | None = None
     """int32 [S, D], likewise: the tokens after last_token in that row. The kernel that samples writes them."""
+    window_tables: Tensor | None = None
+    """int32 [W, S, max_blocks], where layers form groups: the block tables of each group with a window"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +90,26 @@ class DeviceStep:
     the slot of the row that enters a lane at a stage; -1 if none does"""
     lane_positions: Tensor | None = None
     """int32 [stages, lanes]: of that row's token; 0 if there is none"""
+    window_slots: Tensor | None = None
+    """int64 [W, T], where layers form groups: slot_mapping in the blocks of each group with a window"""
+
+    @property
+    def num_window_groups(self) -> int:
+        return 0 if self.window_slots is None else len(self.window_slots)
+
+    def of_group(self, group: int) -> DeviceStep:
+        """The step with the block tables and the slots of a group of layers (LayerKVCache.group).
+
+        Raises IndexError if the step has no such group.
+        """
+        if group == 0:
+            return self
+        tables = self.slots.window_tables
+        if tables is None or self.window_slots is None or not 0 < group <= len(tables):
+            count = 1 + self.num_window_groups
+            raise IndexError(f"the step has block tables of {count} groups of layers, none of group {group}")
+        slots = replace(self.slots, block_tables=tables[group - 1])
+        return replace(self, slots=slots, slot_mapping=self.window_slots[group - 1])
 
     @property
     def num_tokens(self) -> int:
@@ -130,6 +152,7 @@ class DeviceStep:
             self.row_entries[:num_rows],
             self.lane_slots if with_lanes else None,
             self.lane_positions if with_lanes else None,
+            None if self.window_slots is None else self.window_slots[:, :num_tokens],
         )
 
 
@@ -142,10 +165,12 @@ def allocate_step(
     max_samples: int = 0,
     drafts: int = 0,
     lanes: tuple[int, int] = (0, 0),
+    window_groups: int = 0,
 ) -> DeviceStep:
     """An inert step of the largest bucket, with empty slots. max_samples: 0 is one a row. drafts: of a row at most.
 
-    lanes: how many stages a step's table of lanes has, and how many lanes.
+    lanes: how many stages a step's table of lanes has, and how many lanes. window_groups: groups of layers that have
+    block tables of their own.
     """
     max_samples = max(max_samples, max_rows)
 
@@ -168,6 +193,7 @@ def allocate_step(
         needs=ints(num_slots),
         length=ints(num_slots) if drafts else None,
         draft_tokens=ints(num_slots, drafts) if drafts else None,
+        window_tables=ints(window_groups, _aligned(num_slots), max_blocks)[:, :num_slots] if window_groups else None,
     )
     return DeviceStep(
         slots,
@@ -188,4 +214,14 @@ def allocate_step(
         row_entries=ints(max_rows, 2),
         lane_slots=ints(*lanes, fill=-1) if lanes[1] else None,
         lane_positions=ints(*lanes) if lanes[1] else None,
+        window_slots=(
+            ints(window_groups, _aligned(max_tokens), fill=-1, dtype=torch.int64)[:, :max_tokens]
+            if window_groups
+            else None
+        ),
     )
+
+
+def _aligned(rows: int) -> int:
+    """Rows of a group's tensor, so that each group begins at a multiple of 16 bytes: kernels are compiled for that."""
+    return -(-rows // 4) * 4
