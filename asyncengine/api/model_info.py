@@ -44,6 +44,8 @@ class ModelInfo:
     """Blocks that such a group holds of one sequence at most."""
     layers_per_block: int = 0
     """Layers that a block has room for; 0: all."""
+    kv_bytes_per_sequence: int = 0
+    """Bytes of keys and values that a sequence of max_model_len tokens holds at most."""
     can_decode_on_host: bool = False
     """True if threads of the host can attend for sequences of this model (EngineConfig.hybrid_attention)."""
     host_obstacle: str = ""
@@ -68,12 +70,6 @@ class ModelInfo:
     def kv_layer_token_bytes(self) -> float:
         """Bytes of keys and values of a token in one layer."""
         return self.kv_bytes_per_block / (self.block_size * max(1, self.layers_per_block or self.num_kv_layers))
-
-    @property
-    def kv_bytes_per_sequence(self) -> int:
-        """Bytes of keys and values that a sequence of max_model_len tokens holds at most."""
-        entries = -(-self.max_model_len // self.block_size)
-        return (entries + self.window_groups * min(entries, self.window_blocks)) * self.kv_bytes_per_block
 
     @property
     def kv_capacity_sequences(self) -> float:

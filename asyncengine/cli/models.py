@@ -100,26 +100,26 @@ def _lines(report: ModelReport) -> Iterable[str]:
     quantized = "" if report.quantization == "none" else f", layers in {report.quantization}"
     yield f"  dtype            {report.dtype}{quantized}, on {place}"
     yield f"  parameters       {report.num_parameters:,}"
-    yield f"  weights          {_size(report.weight_bytes)}, {report.bits_per_weight:g} bits a parameter{source}"
+    yield f"  weights          {bytes_text(report.weight_bytes)}, {report.bits_per_weight:g} bits a parameter{source}"
     if report.ranks > 1:
-        yield f"  ranks            {report.ranks}, each with {_size(report.rank_weight_bytes)} of the weights"
+        yield f"  ranks            {report.ranks}, each with {bytes_text(report.rank_weight_bytes)} of the weights"
     for form in report.weight_formats:
         yield f"  projections      {form}"
     if report.head_format:
         yield f"  head             {report.head_format}"
-    a_sequence = f"{_size(report.kv_bytes_per_sequence)} a sequence of {report.context:,}"
-    yield f"  keys and values  {_size(report.kv_bytes_per_token)} a token, at most {a_sequence}"
+    a_sequence = f"{bytes_text(report.kv_bytes_per_sequence)} a sequence of {report.context:,}"
+    yield f"  keys and values  {bytes_text(report.kv_bytes_per_token)} a token, at most {a_sequence}"
     if report.state_bytes_per_sequence:
         size, snapshots = report.state_bytes_per_sequence, report.state_snapshots or 0
-        kept = f"{snapshots:,} snapshots, {_size(snapshots * size)}"
-        yield f"  states           {_size(size)} a sequence; room for {kept}"
-    room = f"{about}{_size(report.kv_memory_bytes)} for {report.kv_tokens:,} tokens"
-    yield f"  memory           {_size(report.memory_bytes)} of {place}, {room}"
+        kept = f"{snapshots:,} snapshots, {bytes_text(snapshots * size)}"
+        yield f"  states           {bytes_text(size)} a sequence; room for {kept}"
+    room = f"{about}{bytes_text(report.kv_memory_bytes)} for {report.kv_tokens:,} tokens"
+    yield f"  memory           {bytes_text(report.memory_bytes)} of {place}, {room}"
     fitting = "no sequence fits" if not report.sequences else f"sequences that fit: {about}{report.sequences}"
     yield f"  context          {report.context:,} tokens; {fitting}"
 
 
-def _size(count: int | None) -> str:
+def bytes_text(count: int | None) -> str:
     """Bytes in the largest unit of which there is one."""
     number, units = float(count or 0), ["bytes", "KiB", "MiB", "GiB", "TiB"]
     while number >= 1024 and len(units) > 1:

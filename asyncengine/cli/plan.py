@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from asyncengine.cli import flags
 from asyncengine.cli.embed import add_model, check_model
+from asyncengine.cli.models import bytes_text
 from asyncengine.config import EngineConfig
 
 if TYPE_CHECKING:
@@ -20,6 +21,8 @@ _FLAGS = (
     "block_size", "batch_invariant", "kv_cache_dtype", "state_dtype", "tensor_parallel_size",
 )  # fmt: skip
 """Flags of the engine on which a plan depends."""
+_ANY_MEMORY = 1 << 40
+"""Memory of a device: bytes of a sequence do not depend on it."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -39,6 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     check_model(args)
     from asyncengine.bundled import path as bundled_path
+    from asyncengine.runner.describe import describe_model
     from asyncengine.runner.plans import choose_gpu, plan_steps
 
     options: dict[str, Any] = flags.values(args, EngineConfig)
@@ -46,13 +50,17 @@ def run(args: argparse.Namespace) -> int:
     config = EngineConfig(model=model, load_format="dummy", **options)
     gpu = choose_gpu(getattr(args, "gpu", None))
     steps = plan_steps(config, gpu)
+    report = describe_model(config, "cuda", memory_bytes=_ANY_MEMORY)
     if getattr(args, "json", False):
-        print(json.dumps({"model": model, "gpu": gpu.name, "steps": [step.as_dict() for step in steps]}, indent=1))
+        cache = {"kv_bytes_per_sequence": report.kv_bytes_per_sequence, "context": report.context}
+        plan = {"model": model, "gpu": gpu.name, **cache, "steps": [step.as_dict() for step in steps]}
+        print(json.dumps(plan, indent=1))
     else:
         print(f"{model} on {gpu.name}")
         for step in steps:
             print(f"\n{step.title}")
             print("\n".join(_table(step)))
+        print(f"\nkeys and values: {bytes_text(report.kv_bytes_per_sequence)} a sequence of {report.context:,} tokens")
     return 0
 
 

@@ -186,7 +186,7 @@ def describe_model(config: EngineConfig, device: str, memory_bytes: int | None =
     total = _memory_of(config, device) if memory_bytes is None else memory_bytes
     devices = ranks if device == "cuda" else 1
     room = devices * _kv_room(config, model, dtype, device, total, ranks // devices * weight_bytes)
-    per_sequence = groups.blocks_for(_blocks_per_sequence(config, model, context))
+    per_sequence = memory.blocks_per_sequence(config, model, context, groups)
     # Blocks that hold nothing only count tokens: there are all that sequences can use.
     num_blocks = room // of_block if of_block else config.max_num_seqs * per_sequence
     if config.num_kv_blocks:
@@ -245,15 +245,6 @@ def _reason(config: EngineConfig, architecture: str, model: ModelConfig) -> str:
     if architecture in FAMILIES:
         return f"model_impl={config.model_impl}: {architecture} is a family of asyncengine too"
     return f"{architecture} has no native code: its modules run over the operations of asyncengine"
-
-
-def _blocks_per_sequence(config: EngineConfig, model: ModelConfig, context: int) -> int:
-    """Blocks that a sequence of ``context`` tokens holds at most. Where all layers have a window, it lets go of those
-    that none sees any more; a chunk of a prompt is computed before."""
-    if model.longest_window and config.hybrid_attention == "off":
-        chunk = config.prefill_chunk_size or config.max_num_batched_tokens
-        context = min(context, model.longest_window + chunk + 2 * config.block_size)
-    return -(-context // config.block_size)
 
 
 def _memory_of(config: EngineConfig, device: str) -> int:

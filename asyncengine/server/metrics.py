@@ -282,8 +282,11 @@ def _request_metrics(
 def _cache_config(model: ModelInfo, engines: int, prefix: MetricsPrefix, name: str) -> Metric:
     """A gauge that is always 1, whose labels say how large the cache is, as routers and dashboards read it."""
     names, each = _engine_labels(engines if prefix == "vllm" else 1, prefix, name)
+    sizes = {"block_size": model.block_size, "num_gpu_blocks": model.num_kv_blocks}
+    if prefix != "vllm":
+        sizes["bytes_per_sequence"] = model.kv_bytes_per_sequence
     text = "The KV cache, in labels."
-    family = GaugeMetricFamily(f"{prefix}:cache_config_info", text, labels=[*names, "block_size", "num_gpu_blocks"])
+    family = GaugeMetricFamily(f"{prefix}:cache_config_info", text, labels=[*names, *sizes])
     for labels in each:
-        family.add_metric([*labels, str(model.block_size), str(model.num_kv_blocks)], 1)
+        family.add_metric([*labels, *map(str, sizes.values())], 1)
     return family

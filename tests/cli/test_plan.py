@@ -119,3 +119,11 @@ def test_keys_and_values_in_float8_are_named(capsys: pytest.CaptureFixture[str])
     assert any("paged_decode [16 x 64" in line for line in attention)
     assert main(["plan", *arguments, "A100"]) == 2
     assert "kv_cache_dtype=fp8 needs a GPU of compute capability 8.9" in capsys.readouterr().err
+
+
+def test_a_sequence_has_the_bytes_of_its_groups_of_layers(capsys: pytest.CaptureFixture[str]) -> None:
+    """8 of 48 layers see all, and 40 see 1,024 tokens: five groups of 8, which keep the window and two steps."""
+    assert main(["plan", str(SHAPES / "gemma-3-12b"), "--gpu", "h200", *SMALL, "--json"]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    of_block, window_blocks = 8 * 2 * 8 * 256 * 16 * 2, (1024 + 2 * 512) // 16 + 1
+    assert plan["kv_bytes_per_sequence"] == (plan["context"] // 16 + 5 * window_blocks) * of_block

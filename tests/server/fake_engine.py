@@ -45,6 +45,7 @@ class ModelInfo:
     vocab_size: int = VOCABULARY
     num_kv_blocks: int = 64
     block_size: int = 16
+    kv_bytes_per_sequence: int = 65_536
     kv_capacity_tokens: int = 1024
     kv_capacity_sequences: float = 4.0
     num_parameters: int = 1_000_000

@@ -317,7 +317,7 @@ async def test_metrics_count_requests_and_tokens() -> None:
             iteration_tokens_total_sum=6,
         )
         assert await site.metric("asyncengine:cache_config_info") == {
-            '{block_size="16",model_name="fake",num_gpu_blocks="64"}': 1
+            '{block_size="16",bytes_per_sequence="65536",model_name="fake",num_gpu_blocks="64"}': 1
         }
         for name, count in (("inter_token_latency", 5), ("request_time_per_output_token", 2)):
             assert await site.metric(f"asyncengine:{name}_seconds_count") == {

@@ -66,6 +66,15 @@ def page_bytes(model: ModelConfig, block_size: int, dtype: torch.dtype, groups: 
     return groups.layers * spec.planes * spec.width * block_size * dtype.itemsize
 
 
+def blocks_per_sequence(config: EngineConfig, model: ModelConfig, context: int, groups: Groups) -> int:
+    """Blocks that a sequence of ``context`` tokens holds at most. Where all layers have a window, it lets go of those
+    that none sees any more; a chunk of a prompt is computed before. Groups with a window do so by themselves."""
+    if model.longest_window and config.hybrid_attention == "off":
+        chunk = config.prefill_chunk_size or config.max_num_batched_tokens
+        context = min(context, model.longest_window + chunk + 2 * config.block_size)
+    return groups.blocks_for(-(-context // config.block_size))
+
+
 def state_bytes(model: ModelConfig) -> int:
     """Bytes of the states that all layers keep of one sequence."""
     return sum(spec.num_bytes for spec in model.cache_parts if isinstance(spec, StateSpec))

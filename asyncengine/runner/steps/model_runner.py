@@ -81,6 +81,8 @@ class LoadedModel:
     def info(
         self, config: EngineConfig, num_blocks: int, num_host_blocks: int = 0, groups: Groups = kv_cache.ONE_GROUP
     ) -> ModelInfo:
+        bytes_per_block = self.ranks * self.kv_bytes_per_block(config, groups)
+        blocks = kv_cache.blocks_per_sequence(config, self.config, self.max_model_len, groups)
         return ModelInfo(
             name=config.model,
             path=self.path,
@@ -102,11 +104,12 @@ class LoadedModel:
             host_obstacle=self.host_obstacle,
             fingerprint="" if config.disk_kv_path is None else self._fingerprint(config),
             block_size=config.block_size,
-            kv_bytes_per_block=self.ranks * self.kv_bytes_per_block(config, groups),
+            kv_bytes_per_block=bytes_per_block,
             window_groups=groups.window_groups,
             group_window=groups.window,
             window_blocks=groups.window_blocks,
             layers_per_block=groups.layers if groups.window_groups else 0,
+            kv_bytes_per_sequence=bytes_per_block * blocks,
             vector_size=len(self.config.labels) or self.config.hidden_size,
             labels=self.config.labels,
             exclusive_labels=self.config.exclusive_labels,
