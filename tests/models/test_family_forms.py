@@ -232,7 +232,7 @@ def test_a_model_for_images_in_short(tmp_path: Path) -> None:
 
 
 def test_kimi_k2_is_a_deepseek_v3_by_another_name(tmp_path: Path) -> None:
-    """Its config.json names DeepSeek's architecture, a type of its own, code of its own and positions by old names."""
+    """The config.json of Kimi K2 has DeepSeek's architecture, its own type and code, and positions by old names."""
     model = tiny.build_model("deepseek-v3-kimi-k2")
     model.save_pretrained(tmp_path)
     rope = json.loads((tmp_path / "config.json").read_text())["rope_parameters"]
