@@ -155,10 +155,11 @@ class EngineConfig:
     state_dtype: Literal["float32", "bfloat16"] = "float32"
     """Type of recurrent states. Mamba-2 and gated DeltaNet have them. bfloat16 takes half the memory, and every token
     rounds the state to it."""
-    state_snapshot_tokens: int = 4096
+    state_snapshot_tokens: int | None = None
     """Tokens between the states that the prefix cache keeps of a long prompt, rounded up to whole blocks. It also
-    keeps one at the end of each prompt, and one of each answer, at most 256 tokens before its end. 0: none within a
-    prompt. There is room for max_num_seqs snapshots, as far as they fit an eighth of the memory."""
+    keeps one at the end of each prompt, and one of each answer, at most 256 tokens before its end. None: the least
+    power of two, not below a chunk of a prompt, at which they take an eighth of the memory of the prompt's keys and
+    values. 0: none within a prompt. All snapshots take an eighth of the memory beside the weights at most."""
     num_kv_blocks: int | None = None
     """Count of KV blocks; overrides kv_cache_memory_bytes."""
     enable_prefix_caching: bool = True
@@ -294,7 +295,7 @@ class EngineConfig:
             raise ConfigError(f"max_logprobs must be in [0, 128], got {self.max_logprobs}")
         if self.block_size < 16 or self.block_size % 16:
             raise ConfigError(f"block_size must be a multiple of 16, got {self.block_size}")
-        if not 0 <= self.state_snapshot_tokens <= 1 << 24:
+        if not 0 <= (self.state_snapshot_tokens or 0) <= 1 << 24:
             raise ConfigError(f"state_snapshot_tokens must be in [0, 2^24], got {self.state_snapshot_tokens}")
         if not 1 <= self.steps_in_flight <= 8:
             raise ConfigError(f"steps_in_flight must be in [1, 8], got {self.steps_in_flight}")

@@ -42,7 +42,7 @@ class EngineOptions(TypedDict, total=False):
     gpu_memory_utilization: float
     kv_cache_dtype: Literal["auto", "fp8"]
     state_dtype: Literal["float32", "bfloat16"]
-    state_snapshot_tokens: int
+    state_snapshot_tokens: int | None
     num_kv_blocks: int | None
     enable_prefix_caching: bool
     kv_events: bool

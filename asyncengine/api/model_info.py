@@ -34,6 +34,12 @@ class ModelInfo:
     """Layers that keep keys and values."""
     num_state_slots: int = 0
     """States that there is room for, of sequences and of snapshots; 0: no layer keeps a state."""
+    num_snapshots: int = 0
+    """Snapshots of states among them."""
+    state_bytes: int = 0
+    """Bytes of a state of all layers."""
+    state_snapshot_tokens: int = 0
+    """Tokens between the snapshots of a prompt's states, in whole blocks; 0: there is none within a prompt."""
     window: int = 0
     """Tokens that the layers see, the most that one does, where every layer has a window; 0: a layer sees all."""
     window_groups: int = 0
@@ -67,6 +73,11 @@ class ModelInfo:
         return self.device if self.device_index is None else f"{self.device} (cuda:{self.device_index})"
 
     @property
+    def snapshot_places(self) -> str:
+        """The places of a prompt behind which the prefix cache keeps a state, in words."""
+        return snapshot_places(self.state_snapshot_tokens)
+
+    @property
     def kv_layer_token_bytes(self) -> float:
         """Bytes of keys and values of a token in one layer."""
         return self.kv_bytes_per_block / (self.block_size * max(1, self.layers_per_block or self.num_kv_layers))
@@ -82,3 +93,8 @@ class ModelInfo:
         """Tokens of the longest sequence that the cache holds."""
         alike = self.num_kv_blocks // (1 + self.window_groups)
         return max(alike, self.num_kv_blocks - self.window_groups * self.window_blocks) * self.block_size
+
+
+def snapshot_places(tokens: int) -> str:
+    """The places of a prompt behind which the prefix cache keeps a state, in words; ``tokens`` lie between two."""
+    return "at the end of each prompt" + (f" and every {tokens:,} tokens within it" if tokens else "")

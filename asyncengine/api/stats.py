@@ -89,8 +89,8 @@ class EngineLoad(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class DebugStats:
-    """Counts of all that an engine holds. At rest every field but the first three is 0, and those three add up to the
-    pool."""
+    """Counts of all that an engine holds. At rest every field is 0 but the first three, which add up to the pool, and
+    the sizes of snapshots."""
 
     free_blocks: int
     """KV blocks whose content is worthless."""
@@ -101,6 +101,10 @@ class DebugStats:
     block_references: int
     """The sum of all reference counts: more than held_blocks where sequences share."""
     held_slots: int
+    num_snapshots: int
+    """Snapshots of states that there is room for; 0: no layer keeps a state."""
+    state_snapshot_tokens: int
+    """Tokens between the snapshots of a long prompt; 0: there is none within a prompt."""
     pinned_snapshots: int
     """Snapshots of states that a step writes, or that sequences wait to begin with."""
     leases: int
@@ -134,7 +138,7 @@ class DebugStats:
     @property
     def held(self) -> dict[str, int]:
         """Everything that is 0 at rest and is not."""
-        names = ("free_blocks", "cached_blocks", "num_kv_blocks")
+        names = ("free_blocks", "cached_blocks", "num_kv_blocks", "num_snapshots", "state_snapshot_tokens")
         return {name: value for name in self.__slots__ if name not in names and (value := getattr(self, name))}
 
 

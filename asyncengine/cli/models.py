@@ -8,6 +8,7 @@ import json
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from asyncengine.api.model_info import snapshot_places
 from asyncengine.cli import flags
 from asyncengine.cli.embed import add_model, check_model
 from asyncengine.config import EngineConfig
@@ -20,7 +21,8 @@ _FLAGS = (
     "revision", "load_format", "dtype", "model_impl", "trust_remote_code", "quantization",
     "head_quantization", "device",
     "tensor_parallel_size", "max_model_len", "max_num_seqs", "max_num_batched_tokens", "prefill_chunk_size",
-    "block_size", "kv_cache_dtype", "state_dtype", "kv_cache_memory_bytes", "num_kv_blocks", "gpu_memory_utilization",
+    "block_size", "kv_cache_dtype", "state_dtype", "state_snapshot_tokens", "kv_cache_memory_bytes",
+    "num_kv_blocks", "gpu_memory_utilization",
 )  # fmt: skip
 """Flags of the engine on which the answer depends."""
 _COMMON = ("dtype", "quantization", "device", "max_model_len", "max_num_seqs", "kv_cache_dtype", "state_dtype")
@@ -113,6 +115,7 @@ def _lines(report: ModelReport) -> Iterable[str]:
         size, snapshots = report.state_bytes_per_sequence, report.state_snapshots or 0
         kept = f"{snapshots:,} snapshots, {bytes_text(snapshots * size)}"
         yield f"  states           {bytes_text(size)} a sequence; room for {kept}"
+        yield f"  snapshots        {snapshot_places(report.state_snapshot_tokens or 0)}"
     room = f"{about}{bytes_text(report.kv_memory_bytes)} for {report.kv_tokens:,} tokens"
     yield f"  memory           {bytes_text(report.memory_bytes)} of {place}, {room}"
     fitting = "no sequence fits" if not report.sequences else f"sequences that fit: {about}{report.sequences}"

@@ -8,6 +8,7 @@ import json
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from asyncengine.api.model_info import snapshot_places
 from asyncengine.cli import flags
 from asyncengine.cli.embed import add_model, check_model
 from asyncengine.cli.models import bytes_text
@@ -18,7 +19,8 @@ if TYPE_CHECKING:
 
 _FLAGS = (
     "revision", "dtype", "quantization", "head_quantization", "max_model_len", "max_num_seqs", "max_num_batched_tokens",
-    "block_size", "batch_invariant", "kv_cache_dtype", "state_dtype", "tensor_parallel_size",
+    "block_size", "batch_invariant", "kv_cache_dtype", "state_dtype", "state_snapshot_tokens", "prefill_chunk_size",
+    "tensor_parallel_size",
 )  # fmt: skip
 """Flags of the engine on which a plan depends."""
 _ANY_MEMORY = 1 << 40
@@ -53,14 +55,18 @@ def run(args: argparse.Namespace) -> int:
     report = describe_model(config, "cuda", memory_bytes=_ANY_MEMORY)
     if getattr(args, "json", False):
         cache = {"kv_bytes_per_sequence": report.kv_bytes_per_sequence, "context": report.context}
-        plan = {"model": model, "gpu": gpu.name, **cache, "steps": [step.as_dict() for step in steps]}
-        print(json.dumps(plan, indent=1))
+        states = {"num_bytes": report.state_bytes_per_sequence, "snapshot_tokens": report.state_snapshot_tokens}
+        plan = {"model": model, "gpu": gpu.name, **cache, **({"states": states} if states["num_bytes"] else {})}
+        print(json.dumps(plan | {"steps": [step.as_dict() for step in steps]}, indent=1))
     else:
         print(f"{model} on {gpu.name}")
         for step in steps:
             print(f"\n{step.title}")
             print("\n".join(_table(step)))
         print(f"\nkeys and values: {bytes_text(report.kv_bytes_per_sequence)} a sequence of {report.context:,} tokens")
+        if report.state_bytes_per_sequence:
+            kept = snapshot_places(report.state_snapshot_tokens or 0)
+            print(f"states: {bytes_text(report.state_bytes_per_sequence)} a sequence, kept {kept}")
     return 0
 
 

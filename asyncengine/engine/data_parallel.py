@@ -234,11 +234,12 @@ class DataParallelEngine(AsyncEngine):
         return [changes for engine in self.engines for changes in engine.block_changes(most)]
 
     def debug_stats(self) -> DebugStats:
-        """Sums over the engines, with what waits in front of them."""
+        """Sums over the engines, with what waits in front of them. The distance of snapshots is that of each."""
         each = [engine.debug_stats() for engine in self.engines]
         total = DebugStats(**{f.name: sum(getattr(stats, f.name) for stats in each) for f in fields(DebugStats)})
         return replace(
             total,
+            state_snapshot_tokens=each[0].state_snapshot_tokens,
             streams=total.streams + len(self._queue),
             tasks=total.tasks + sum(stream.awaited for stream in self._queue),
             queued_requests=total.queued_requests + len(self._queue),

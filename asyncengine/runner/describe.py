@@ -96,6 +96,8 @@ class ModelReport:
     state_bytes_per_sequence: int | None = None
     state_snapshots: int | None = None
     """Snapshots of states that the prefix cache has room for, each as large as the state of a sequence."""
+    state_snapshot_tokens: int | None = None
+    """Tokens between the snapshots of a long prompt; 0: none is taken within a prompt, or layers keep no state."""
     context: int | None = None
     """tokens"""
     window: int | None = None
@@ -185,7 +187,10 @@ def describe_model(config: EngineConfig, device: str, memory_bytes: int | None =
     of_block = ranks * memory.page_bytes(model, config.block_size, cached, groups)
     total = _memory_of(config, device) if memory_bytes is None else memory_bytes
     devices = ranks if device == "cuda" else 1
-    room = devices * _kv_room(config, model, dtype, device, total, ranks // devices * weight_bytes)
+    beside = ranks // devices * weight_bytes
+    states = memory.state_room(config, model, of_block, max(0, total - beside), on_host=device == "cpu")
+    beside += states.num_bytes
+    room = devices * _kv_room(config, model, dtype, device, total, beside)
     per_sequence = memory.blocks_per_sequence(config, model, context, groups)
     # Blocks that hold nothing only count tokens: there are all that sequences can use.
     num_blocks = room // of_block if of_block else config.max_num_seqs * per_sequence
@@ -209,8 +214,9 @@ def describe_model(config: EngineConfig, device: str, memory_bytes: int | None =
         has_weights=has_weights,
         kv_bytes_per_token=of_token,
         kv_bytes_per_sequence=per_sequence * of_block,
-        state_bytes_per_sequence=memory.state_bytes(model),
-        state_snapshots=memory.num_snapshots(config, model, total),
+        state_bytes_per_sequence=states.state_bytes,
+        state_snapshots=states.num_snapshots,
+        state_snapshot_tokens=states.snapshot_tokens,
         context=context,
         window=model.longest_window,
         memory_bytes=devices * total,
@@ -255,18 +261,15 @@ def _memory_of(config: EngineConfig, device: str) -> int:
     return int(torch.cuda.mem_get_info(torch.device("cuda", config.device_index))[1])
 
 
-def _kv_room(
-    config: EngineConfig, model: ModelConfig, dtype: torch.dtype, device: str, total: int, weight_bytes: int
-) -> int:
+def _kv_room(config: EngineConfig, model: ModelConfig, dtype: torch.dtype, device: str, total: int, beside: int) -> int:
     """Bytes of a device for keys and values, as an engine chooses them; on a GPU it measures at its start what this
-    estimates."""
-    states = memory.num_state_slots(config, model, total) * memory.state_bytes(model)
+    estimates. ``beside`` are bytes of weights and states."""
     if config.kv_cache_memory_bytes is not None:
         return config.kv_cache_memory_bytes // (config.tensor_parallel_size if device == "cuda" else 1)
     if device == "cpu":
-        return memory.share_of_host(total - weight_bytes - states)
+        return memory.share_of_host(total - beside)
     of_step = 2 * sum(_step_bytes(config, model, dtype))
-    return max(0, int(total * config.gpu_memory_utilization) - weight_bytes - states - of_step - _FIXED_GPU_BYTES)
+    return max(0, int(total * config.gpu_memory_utilization) - beside - of_step - _FIXED_GPU_BYTES)
 
 
 def _step_bytes(config: EngineConfig, model: ModelConfig, dtype: torch.dtype) -> Iterator[int]:

@@ -137,7 +137,7 @@ def scheduler_config(
         window_groups=model_info.window_groups,
         group_window=model_info.group_window,
         num_state_slots=model_info.num_state_slots,
-        state_snapshot_tokens=-(-config.state_snapshot_tokens // config.block_size) * config.block_size,
+        state_snapshot_tokens=model_info.state_snapshot_tokens,
         num_block_events=_block_events(model_info) if config.kv_events else 0,
     )
 

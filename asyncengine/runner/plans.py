@@ -28,11 +28,13 @@ from asyncengine.kernels.ops import (
     Experts,
     LayerKVCache,
     LayerLatentCache,
+    LayerStates,
     Norm,
     Routing,
     RoutingRule,
     is_gated,
 )
+from asyncengine.kernels.states import DeltaNet, Mamba2, ShortConv
 from asyncengine.runner.cuda_runner import cuda_options
 from asyncengine.runner.state.memory import without_memory
 from asyncengine.runner.steps.buckets import ANY_CONTEXT, Bucket
@@ -221,6 +223,15 @@ class _PlanOps(CudaOps):
                 self.step.attention.append(words)
         self._heads = q.new_empty(len(q), 1)
         return self._heads
+
+    def short_conv(self, x: Tensor, conv: ShortConv, cache: LayerStates, batch: CudaBatch) -> Tensor:
+        return torch.empty_like(x)
+
+    def mamba2(self, x: Tensor, mixer: Mamba2, cache: LayerStates, batch: CudaBatch) -> Tensor:
+        return x.new_empty(len(x), mixer.inner)
+
+    def delta_net(self, x: Tensor, mixer: DeltaNet, cache: LayerStates, batch: CudaBatch) -> Tensor:
+        return x.new_empty(len(x), mixer.inner)
 
     def logits(
         self,

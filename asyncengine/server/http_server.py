@@ -191,6 +191,11 @@ def _log_ready(server: HttpServer, engine: Engine, seconds: float) -> None:
         "KV cache: %d tokens, %.1f sequences of the full context of %d tokens",
         info.kv_capacity_tokens, info.kv_capacity_sequences, info.max_model_len,
     )  # fmt: skip
+    if info.state_bytes:
+        logger.info(
+            "states: %d of %.1f MiB, of which %d are snapshots, kept %s",
+            info.num_state_slots, info.state_bytes / 2**20, info.num_snapshots, info.snapshot_places,
+        )  # fmt: skip
     needs_key = bool(server.app.config.api_keys)
     example = example_request(server.url, server.app.model_name, engine, needs_key=needs_key)
     logger.info("ready on %s", server.url)

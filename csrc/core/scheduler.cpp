@@ -91,6 +91,7 @@ Stats& Scheduler::stats() {
   stats_.num_snapshots = roster_.states().num_snapshots();
   stats_.cached_snapshots = roster_.states().num_cached();
   stats_.pinned_snapshots = roster_.states().num_pinned();
+  stats_.state_snapshot_tokens = config_.state_snapshot_tokens;
   if (tier != nullptr) tier->report(stats_);
   return stats_;
 }
@@ -281,11 +282,15 @@ int32_t Scheduler::prefill_chunk(const Slot& slot, const StepPlan& plan) {
 // share it.
 int32_t Scheduler::prefix_end(const Slot& slot) const { return (slot.total() - 1) / config_.block_size * config_.block_size; }
 
-// The first position of a prompt, at or behind `from`, at which a snapshot is to be taken; -1: there is none.
+// The first position of a prompt, at or behind `from`, at which a snapshot is to be taken; -1: there is none. A sequence that
+// gave way has a prompt that ends with its answer so far; its request's own prompt is where a next turn may leave it.
 int32_t Scheduler::snapshot_position(const Slot& slot, int32_t from) const {
-  const int32_t end = prefix_end(slot), interval = config_.prefix_caching ? config_.state_snapshot_tokens : 0;
-  if (from > end || (!config_.prefix_caching && !forks(slot))) return -1;
-  return interval > 0 ? std::min(end, (std::max(from, 1) + interval - 1) / interval * interval) : end;
+  const int32_t interval = config_.prefix_caching ? config_.state_snapshot_tokens : 0;
+  int32_t next = prefix_end(slot);
+  if (from > next || (!config_.prefix_caching && !forks(slot))) return -1;
+  const int32_t own = (slot.sequence->request->prompt_len - 1) / config_.block_size * config_.block_size;
+  if (from <= own) next = std::min(next, own);
+  return interval > 0 ? std::min(next, (std::max(from, 1) + interval - 1) / interval * interval) : next;
 }
 
 // A prompt with the same beginning finds one there already.

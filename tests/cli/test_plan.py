@@ -127,3 +127,24 @@ def test_a_sequence_has_the_bytes_of_its_groups_of_layers(capsys: pytest.Capture
     plan = json.loads(capsys.readouterr().out)
     of_block, window_blocks = 8 * 2 * 8 * 256 * 16 * 2, (1024 + 2 * 512) // 16 + 1
     assert plan["kv_bytes_per_sequence"] == (plan["context"] // 16 + 5 * window_blocks) * of_block
+
+
+@pytest.mark.parametrize(
+    ("shape", "num_bytes", "every"),
+    [
+        ("qwen3.5-9b", 52_690_944, 16384),
+        ("granite-4-h-small", 154_644_480, 131072),
+        ("nemotron-3-nano-30b", 49_930_240, 65536),
+    ],
+)
+def test_a_plan_says_how_far_apart_snapshots_of_states_are(
+    capsys: pytest.CaptureFixture[str], shape: str, num_bytes: int, every: int
+) -> None:
+    """Layers with a state are planned as others are, and a plan without them says nothing of states."""
+    model = str(SHAPES / shape)
+    assert main(["plan", model, *SMALL, "--dtype", "bfloat16", "--json"]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert {p["name"] for p in plan["steps"][0]["projections"]} >= {"qkv", "head"}
+    assert plan["states"] == {"num_bytes": num_bytes, "snapshot_tokens": every}
+    assert main(["plan", model, *SMALL, "--dtype", "bfloat16"]) == 0
+    assert f"at the end of each prompt and every {every:,} tokens within it" in capsys.readouterr().out

@@ -30,7 +30,7 @@ from asyncengine.runner.backend import load_backend
 from asyncengine.runner.costs.table import CostTable, HostAttention, Point
 from asyncengine.runner.cuda_runner import cuda_options
 from asyncengine.runner.describe import describe_model
-from asyncengine.runner.loop_config import hybrid_gain, scheduler_config
+from asyncengine.runner.loop_config import hybrid_gain
 from asyncengine.runner.start import prepare
 from asyncengine.runner.state import memory
 from asyncengine.text.tokenizer import placeholder_tokenizer
@@ -307,20 +307,24 @@ async def compilers(**config: Any) -> Any:
     return started.call_args.args
 
 
+MAMBA2 = {
+    "architectures": ["Mamba2ForCausalLM"], "vocab_size": 16, "num_heads": 2, "head_dim": 8, "hidden_size": 8,
+    "state_size": 4, "n_groups": 1, "num_hidden_layers": 1,
+}  # fmt: skip
+
+
 async def states(**config: Any) -> Any:
     """Return the bytes of the states of a small Mamba-2."""
-    sizes = {"num_heads": 2, "head_dim": 8, "hidden_size": 8, "state_size": 4, "n_groups": 1, "num_hidden_layers": 1}
     with tempfile.TemporaryDirectory() as folder:
-        text = json.dumps({"architectures": ["Mamba2ForCausalLM"], "vocab_size": 16, **sizes})
-        (Path(folder) / "config.json").write_text(text)
+        (Path(folder) / "config.json").write_text(json.dumps(MAMBA2))
         return describe_model(EngineConfig(model=folder, **config), "cpu").state_bytes_per_sequence
 
 
 async def intervals(**config: Any) -> Any:
-    """Return the tokens between the snapshots that the scheduler is told."""
-    with mock.patch("asyncengine.runner.loop_config.SchedulerConfig") as made, contextlib.suppress(Exception):
-        scheduler_config(EngineConfig(model=MODEL, **config), INFO)
-    return made.call_args.kwargs["state_snapshot_tokens"]
+    """Return the tokens between the snapshots of a small Mamba-2."""
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "config.json").write_text(json.dumps(MAMBA2))
+        return describe_model(EngineConfig(model=folder, **config), "cpu").state_snapshot_tokens
 
 
 async def head(**config: Any) -> Any:
@@ -427,7 +431,7 @@ CHANGES = {
     "block_size": Change(fits, 32, 16, {"num_kv_blocks": 10}),
     "kv_cache_memory_bytes": Change(story, 1 << 24, 1 << 10, {"num_kv_blocks": None}),
     "kv_cache_dtype": Change(story, "auto", "fp8"),
-    "state_snapshot_tokens": Change(intervals, 4096, 0),
+    "state_snapshot_tokens": Change(intervals, None, 0),
     "state_dtype": Change(states, "float32", "bfloat16"),
     "num_kv_blocks": Change(fits, 4096, 4),
     "enable_prefix_caching": Change(hits, True, False),

@@ -157,24 +157,6 @@ def test_a_hit_reaches_as_far_as_a_snapshot(paths):
     asyncio.run(main())
 
 
-def test_the_next_turn_begins_at_the_newest_snapshot_of_the_answer(paths):
-    """An answer keeps the snapshot of its last 256th token, and not the one before."""
-    prompt = [3 * i % tiny.VOCAB_SIZE for i in range(250)]
-
-    async def main() -> None:
-        async with engine_of(paths["full"], max_model_len=512) as engine, testing.no_leaks(engine):
-            first = await engine.generate(prompt[:100], greedy(290))
-            await engine.generate(prompt, greedy(10))
-            turn = [*prompt[:100], *first.token_ids, 5, 6, 7]
-            second = await engine.generate(turn, greedy(4))
-            assert second.usage.cached_tokens == 256
-            assert engine._life.loaded().step_loop.stats()["cached_snapshots"] == 4  # of an answer's, only the newest
-            other = await engine.generate(turn, greedy(4), cache_salt="another")
-            assert (other.usage.cached_tokens, other.token_ids) == (0, second.token_ids)
-
-    asyncio.run(main())
-
-
 def test_long_prompts_keep_snapshots_within(paths):
     prompt = [3 * i % tiny.VOCAB_SIZE for i in range(150)]
 
@@ -209,7 +191,8 @@ def test_snapshots_go_with_the_blocks_and_by_least_recent_use(paths):
     prompts = [[i, *range(60, 100)] for i in range(9)]
 
     async def main() -> None:
-        async with engine_of(paths["full"], num_kv_blocks=200) as engine, testing.no_leaks(engine):
+        sizes = {"max_num_seqs": 2, "num_kv_blocks": 200, "state_snapshot_tokens": 0}
+        async with engine_of(paths["full"], **sizes) as engine, testing.no_leaks(engine):
             room = engine._life.loaded().step_loop.stats()["num_snapshots"]
             assert room == 4
             for prompt in prompts:
@@ -285,16 +268,70 @@ def test_states_on_the_host_count_in_a_description(paths, monkeypatch):
     assert describe_model(config, "cuda", memory_bytes=1 << 30).way == "native"
 
 
-def test_snapshots_have_a_share_of_the_memory(paths):
-    """Plenty of memory holds as many as sequences, less holds fewer, and there is always one."""
-    config = EngineConfig.from_kwargs(str(paths["hybrid"]), {"max_num_seqs": 64})
-    counts, size = {}, 0
+@pytest.mark.parametrize("given", [{"kv_cache_memory_bytes": 1 << 20}, {"num_kv_blocks": 100}, {}])
+def test_snapshots_have_a_share_of_the_memory(paths, given):
+    """Two for each sequence and those of a cache full of prompts, as far as they fit an eighth of the memory."""
+    config = EngineConfig.from_kwargs(str(paths["hybrid"]), {"max_num_seqs": 64, **given})
+    counts, wanted = {}, {}
     for room in (1 << 14, 1 << 20, 16 << 30):
         report = describe_model(config, "cuda", memory_bytes=room)
-        size = report.state_bytes_per_sequence or 0
-        counts[room] = report.state_snapshots
-    assert counts == {room: min(64, max(1, room // 8 // size)) for room in counts}
+        size, every = report.state_bytes_per_sequence or 0, report.state_snapshot_tokens or 0
+        assert every % config.block_size == 0 < every
+        counts[room], left = report.state_snapshots, max(0, room - (report.weight_bytes or 0))
+        tokens = 64 * (report.context or 0)
+        if given:
+            tokens = min(tokens, report.kv_tokens or 0)
+        else:
+            tokens = min(tokens, left // 16 // (report.kv_bytes_per_token or 0) * 16)
+        wanted[room] = min(128 - -tokens // every, max(1, left // 8 // size))
+    assert counts == wanted
     assert len(set(counts.values())) == 3, counts
+
+
+SHAPES = Path(__file__).parents[2] / "bench/shapes"
+
+
+@pytest.mark.parametrize("shape", ["qwen3.5-9b", "qwen3.6-35b-a3b", "granite-4-h-small", "nemotron-3-nano-30b"])
+@pytest.mark.parametrize(
+    "setting", [{}, {"state_dtype": "bfloat16"}, {"prefill_chunk_size": None, "max_model_len": 8192}]
+)
+def test_snapshots_within_a_prompt_take_an_eighth_of_its_keys_and_values(shape, setting):
+    """The distance is the least power of two for which they do, and a cache full of prompts has room for all."""
+    kwargs = {"load_format": "dummy", "dtype": "bfloat16", "max_num_seqs": 16, **setting}
+    report = describe_model(EngineConfig.from_kwargs(str(SHAPES / shape), kwargs), "cuda", memory_bytes=141 * 10**9)
+    size, every = report.state_bytes_per_sequence or 0, report.state_snapshot_tokens or 0
+    per_token = report.kv_bytes_per_token or 0
+    assert every.bit_count() == 1
+    assert every * per_token >= 8 * size > every // 2 * per_token
+    room = (report.state_snapshots or 0) * every
+    assert room >= min(report.kv_tokens or 0, 16 * (report.context or 0)), "snapshots of a full cache do not fit"
+
+
+def test_snapshots_are_never_closer_than_chunks(paths):
+    """Chunks end where a snapshot is taken: small states do not make prompts slow."""
+    for setting, every in (
+        ({}, 512), ({"prefill_chunk_size": None}, 2048), ({"prefill_chunk_size": 300}, 512),
+        ({"max_num_batched_tokens": 256}, 256), ({"prefill_chunk_size": 100, "block_size": 48}, 144),
+        ({"state_snapshot_tokens": 40}, 48), ({"state_snapshot_tokens": 0}, 0),
+    ):  # fmt: skip
+        config = EngineConfig.from_kwargs(str(paths["lfm2"]), {"max_num_seqs": 4, **setting})
+        assert describe_model(config, "cuda", memory_bytes=1 << 30).state_snapshot_tokens == every, setting
+
+
+def test_an_engine_tells_its_snapshots(paths):
+    """Statistics and the model's properties say how many there are and how far apart."""
+
+    async def main() -> None:
+        for path, room, every in ((paths["full"], 8 + 32, 32), (paths["full"], 8, 0)):
+            async with engine_of(path, state_snapshot_tokens=every) as engine:
+                info, stats = engine.model_info, engine.debug_stats()
+                assert (info.num_snapshots, info.num_state_slots) == (room, 4 + room)
+                assert (stats.num_snapshots, stats.state_snapshot_tokens) == (room, every)
+                assert info.state_snapshot_tokens == every
+                assert ("32 tokens within" in info.snapshot_places) == (every > 0)
+                assert stats.held == {}
+
+    asyncio.run(main())
 
 
 def test_a_gpu_runs_such_models_alone(paths):

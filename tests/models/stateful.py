@@ -57,10 +57,10 @@ class StatefulLlama(LlamaForCausalLM):
         self._layers = (first, DecoderLayer(mixer, second.feed_forward))
 
 
-def save(path: Path, window: int | None = None) -> None:
+def save(path: Path, window: int | None = None, positions: int = 512) -> None:
     """Write a checkpoint for the model, in the form of a Mistral with or without a window."""
-    model = tiny.build_model("mistral-window", num_hidden_layers=2, max_position_embeddings=512, sliding_window=window)
-    _save(model, path)
+    sizes = {"num_hidden_layers": 2, "max_position_embeddings": positions, "sliding_window": window}
+    _save(tiny.build_model("mistral-window", **sizes), path)
 
 
 def save_lfm2(path: Path) -> None:

@@ -53,7 +53,8 @@ def make_steps(
 ) -> tuple[DeviceSteps, StepBuffers]:
     """Allocate the steps. ``first``, beside an ``exchange``, is the staging of the first GPU, which this follows.
     ``groups`` divides the layers."""
-    cache = memory.allocate(config, loaded.config, num_blocks, loaded.dtype, ops, loaded.kv_scales, groups)
+    room = loaded.state_room(config)
+    cache = memory.allocate(config, loaded.config, num_blocks, loaded.dtype, ops, loaded.kv_scales, room, groups)
     # The host tier comes later, and its size does not matter here: with one there may be lanes.
     info = loaded.info(config, num_blocks, 0 if host_rows is None else 1, groups)
     staging = Staging.following(first) if first else Staging(native, step_loop_config(config, info), config.staging)

@@ -41,8 +41,11 @@ logger = logging.getLogger(__name__)
 
 DEFAULT_LIMIT_BYTES = 4 << 30
 DEFAULT_SHARE = 0.4
-SNAPSHOT_SHARE = 0.125
-"""Share of a device's memory that snapshots of states take at most."""
+SNAPSHOT_SHARE = 8
+"""Snapshots of states take at most the part of one in so many of the memory beside the weights, and those within a
+prompt such a part of the memory of its keys and values."""
+SNAPSHOT_TOKENS = 4096
+"""Tokens between snapshots where no layer keeps keys and values."""
 ONE_GROUP = Groups()
 _BYTES_PER_GRAPH = 2 << 20
 """Reserved beside the graphs' tensors; a graph of 300 kernels takes about half of it."""
@@ -109,18 +112,61 @@ def float8_obstacle(model: ModelConfig) -> str:
     return ""
 
 
-def num_state_slots(config: EngineConfig, model: ModelConfig, device_bytes: int) -> int:
-    """Count the states that there is room for: one for each sequence, and those of ``num_snapshots``."""
-    return config.max_num_seqs + num_snapshots(config, model, device_bytes) if state_bytes(model) else 0
+@dataclass(frozen=True, slots=True)
+class StateRoom:
+    """States that there is room for, of sequences and of snapshots. Without layers that keep one, all is 0."""
+
+    state_bytes: int = 0
+    """Bytes of a state of all layers."""
+    num_slots: int = 0
+    """States of all: one for each sequence, and behind them the snapshots."""
+    num_snapshots: int = 0
+    snapshot_tokens: int = 0
+    """Tokens between the snapshots of a prompt, in whole blocks; 0: there is none within a prompt."""
+
+    @property
+    def num_bytes(self) -> int:
+        return self.num_slots * self.state_bytes
 
 
-def num_snapshots(config: EngineConfig, model: ModelConfig, device_bytes: int) -> int:
-    """Count the snapshots of states that there is room for; 0: no layer keeps a state.
+def state_room(
+    config: EngineConfig, model: ModelConfig, bytes_per_block: int, memory_bytes: int, *, on_host: bool
+) -> StateRoom:
+    """Size the states of a model whose blocks of keys and values take ``bytes_per_block``.
 
-    There are as many as sequences, within a share of all memory of the device that keeps them, and at least one.
+    There are two snapshots for each sequence, of its prompt and of its answer, and one for every ``snapshot_tokens`` of
+    the tokens that the cache may hold; as far as they fit their share of the memory, and at least one.
+    ``memory_bytes`` are those of the device that keeps them, without weights.
     """
     of_one = state_bytes(model)
-    return min(config.max_num_seqs, max(1, int(SNAPSHOT_SHARE * device_bytes) // of_one)) if of_one else 0
+    if not of_one:
+        return StateRoom()
+    every = snapshot_tokens(config, of_one, bytes_per_block)
+    tokens = config.max_num_seqs * (config.max_model_len or model.max_positions)
+    if config.num_kv_blocks is not None:
+        tokens = config.num_kv_blocks * config.block_size
+    elif bytes_per_block:
+        room = config.kv_cache_memory_bytes or (share_of_host(memory_bytes) if on_host else memory_bytes)
+        tokens = min(tokens, room // bytes_per_block * config.block_size)
+    wanted = 2 * config.max_num_seqs + (-(-tokens // every) if every else 0)
+    snapshots = min(wanted, max(1, memory_bytes // SNAPSHOT_SHARE // of_one))
+    return StateRoom(of_one, config.max_num_seqs + snapshots, snapshots, every)
+
+
+def snapshot_tokens(config: EngineConfig, of_one: int, bytes_per_block: int) -> int:
+    """Tokens between the snapshots of a prompt, of ``of_one`` bytes each.
+
+    Where nobody says, it is the least power of two at which the snapshots of a prompt take no more than their share of
+    its keys and values, but no less than a chunk: chunks end where a snapshot is taken, and shorter ones are slow.
+    """
+    tokens = config.state_snapshot_tokens
+    if tokens is None:
+        least = SNAPSHOT_TOKENS
+        if bytes_per_block:
+            least = -(-SNAPSHOT_SHARE * of_one * config.block_size // bytes_per_block)
+        chunk = min(config.max_num_batched_tokens, config.prefill_chunk_size or config.max_num_batched_tokens)
+        tokens = 1 << (min(max(least, chunk), 1 << 24) - 1).bit_length()
+    return -(-tokens // config.block_size) * config.block_size
 
 
 def memory_of(device: torch.device) -> int:
@@ -261,10 +307,11 @@ class KVCache:
 
 def allocate(
     config: EngineConfig, model: ModelConfig, num_blocks: int, dtype: torch.dtype, ops: Ops[Any, Any, Any],
-    scales: Tensor | None = None, division: Groups = ONE_GROUP,
+    scales: Tensor | None = None, room: StateRoom | None = None, division: Groups = ONE_GROUP,
 ) -> KVCache:  # fmt: skip
     """The cache in the layout and on the device of ``ops``, for config.max_num_seqs slots.
 
+    ``room`` has the states; without it they are sized for all memory of the device.
     With ``scales`` [layers, 2, 2, Hk] (float8_cache.with_inverses) it is in float8, and otherwise in ``dtype``.
 
     Layers that have the same place in groups of ``division`` share planes: a block holds one group.
@@ -273,7 +320,8 @@ def allocate(
     if scales is not None:
         dtype = FLOAT8
     block_size, counts = config.block_size, Counter[int]()
-    state_slots = num_state_slots(config, model, memory_of(ops.device))
+    of_block, on_host = block_bytes(model, block_size, dtype), ops.device.type != "cuda"
+    room = room or state_room(config, model, of_block, memory_of(ops.device), on_host=on_host)
     for spec in _paged(model):
         counts[spec.width] += spec.planes
     if division.window_groups:
@@ -285,16 +333,16 @@ def allocate(
             for width, planes in counts.items()
         }
         states = {
-            size: torch.empty((layers, state_slots, size), dtype=torch.uint8, device=ops.device)
+            size: torch.empty((layers, room.num_slots, size), dtype=torch.uint8, device=ops.device)
             for size, layers in sizes.items()
         }
     except RuntimeError as e:
-        beside = f", and {state_slots:,} states of {state_bytes(model):,} bytes" if state_slots else ""
+        beside = f", and {room.num_slots:,} states of {room.state_bytes:,} bytes" if room.num_slots else ""
         each = page_bytes(model, block_size, dtype, division)
         raise ConfigError(
             f"cannot allocate {num_blocks:,} KV blocks of {each:,} bytes{beside}: "
             "lower num_kv_blocks, kv_cache_memory_bytes or gpu_memory_utilization"
-            + (", or max_num_seqs" if state_slots else "")
+            + (", or max_num_seqs" if room.num_slots else "")
         ) from e
     planes, of_layers = ({size: iter(group) for size, group in made.items()} for made in (groups, states))
     if division.window_groups:

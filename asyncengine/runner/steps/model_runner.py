@@ -83,6 +83,7 @@ class LoadedModel:
     ) -> ModelInfo:
         bytes_per_block = self.ranks * self.kv_bytes_per_block(config, groups)
         blocks = kv_cache.blocks_per_sequence(config, self.config, self.max_model_len, groups)
+        states = self.state_room(config)
         return ModelInfo(
             name=config.model,
             path=self.path,
@@ -98,7 +99,10 @@ class LoadedModel:
             num_kv_blocks=num_blocks,
             num_host_kv_blocks=num_host_blocks,
             num_kv_layers=len(self.config.kv_specs),
-            num_state_slots=kv_cache.num_state_slots(config, self.config, kv_cache.memory_of(self._memory_device)),
+            num_state_slots=states.num_slots,
+            num_snapshots=states.num_snapshots,
+            state_bytes=states.state_bytes,
+            state_snapshot_tokens=states.snapshot_tokens,
             window=self.config.longest_window,
             can_decode_on_host=not self.host_obstacle,
             host_obstacle=self.host_obstacle,
@@ -116,9 +120,12 @@ class LoadedModel:
             generates=self.config.has_head and not self.config.labels,
         )
 
-    @property
-    def _memory_device(self) -> torch.device:
-        return torch.device("cpu") if self.device_index is None else torch.device("cuda", self.device_index)
+    def state_room(self, config: EngineConfig) -> kv_cache.StateRoom:
+        """States that there is room for beside the weights, and the cache of one rank."""
+        on_host = self.device_index is None
+        total = kv_cache.memory_of(torch.device("cpu") if on_host else torch.device("cuda", self.device_index))
+        beside = max(0, total - self.mapped_bytes - self.owned_bytes)
+        return kv_cache.state_room(config, self.config, self.kv_bytes_per_block(config), beside, on_host=on_host)
 
     @property
     def host_obstacle(self) -> str:
@@ -186,8 +193,8 @@ def load_model(
     shard = Shard(rank, config.tensor_parallel_size)
     max_model_len = choose_max_model_len(config, model_config)
     on_gpu = "cpu" not in (ops.device.type, config.device)  # operations that compute nothing have the device "meta"
-    _check_memory_beside_cache(config, model_config, max_model_len, on_gpu=on_gpu)
     dtype = dtype_of(config, architecture, family, raw, ops.device)
+    _check_memory_beside_cache(config, model_config, max_model_len, dtype, on_gpu=on_gpu)
     # The kernels of --quantization fp8, which are faster, where they can serve the model.
     gpu = getattr(ops, "gpu", None)
     fast = gpu is not None and gpu.has_float8 and family.quantizable and dtype == torch.bfloat16
@@ -333,8 +340,8 @@ class CpuModelRunner:
             made = kv_scales.calibrate_host(model, loaded.config, loaded.dtype, loaded.max_model_len, *ranks)
             all_scales = [with_inverses(own.contiguous()) for own in made.chunk(count, -1)]
             loaded = replace(loaded, kv_scales=all_scales[0])
-        num_states = kv_cache.num_state_slots(config, loaded.config, kv_cache.memory_of(ops.device))
-        state_bytes = num_states * kv_cache.state_bytes(loaded.config)
+        room = loaded.state_room(config)
+        state_bytes = room.num_bytes
         groups = choose_groups(config, loaded.config, loaded.max_model_len)
         num_blocks = kv_cache.choose_num_blocks(
             config,
@@ -345,7 +352,7 @@ class CpuModelRunner:
             groups,
         )
         cache, *others = [
-            kv_cache.allocate(config, loaded.config, num_blocks, loaded.dtype, own, scales, groups)
+            kv_cache.allocate(config, loaded.config, num_blocks, loaded.dtype, own, scales, room, groups)
             for own, scales in zip(ranks, all_scales, strict=True)
         ]
         if isinstance(model, HostRanks):
@@ -419,7 +426,7 @@ def choose_max_model_len(config: EngineConfig, model: ModelConfig) -> int:
 
 
 def _check_memory_beside_cache(
-    config: EngineConfig, model: ModelConfig, max_model_len: int, *, on_gpu: bool = False
+    config: EngineConfig, model: ModelConfig, max_model_len: int, dtype: torch.dtype, *, on_gpu: bool = False
 ) -> None:
     """Raises ConfigError if the sizes of steps take more than half the memory beside the KV cache.
 
@@ -436,7 +443,8 @@ def _check_memory_beside_cache(
         needed += max_model_len * max(model.head_dims) * (4 * len(model.ropes) + 6)
     total = total_memory()
     if not on_gpu:  # whose own memory has them
-        needed += kv_cache.num_state_slots(config, model, total) * kv_cache.state_bytes(model)
+        of_block = kv_cache.block_bytes(model, config.block_size, kv_cache.kv_dtype(config, dtype))
+        needed += kv_cache.state_room(config, model, of_block, total, on_host=True).num_bytes
     if needed > total // 2:
         raise ConfigError(
             f"max_num_seqs ({config.max_num_seqs:,}), max_num_batched_tokens ({config.max_num_batched_tokens:,}) and a "
