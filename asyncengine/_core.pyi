@@ -308,9 +308,9 @@ class SchedulerConfig:
         self, *, num_blocks: int = 0, block_size: int = 16, max_num_seqs: int = 256, max_num_batched_tokens: int = 2048,
         prefill_chunk_size: int = 0, max_model_len: int = 0, prefix_caching: bool = True,
         token_buckets: Sequence[int] = (), max_samples: int = 0, max_update_words: int = 0, max_result_words: int = 0,
-        mask_words: int = 0, num_host_blocks: int = 0, costs: StepCosts = ..., targets: ItlTargets = ...,
-        paced_chunk_size: int = 0, hybrid: HybridConfig = ..., window: int = 0, window_groups: int = 0,
-        group_window: int = 0, num_state_slots: int = 0, state_snapshot_tokens: int = 0,
+        mask_words: int = 0, num_host_blocks: int = 0, num_host_states: int = 0, costs: StepCosts = ...,
+        targets: ItlTargets = ..., paced_chunk_size: int = 0, hybrid: HybridConfig = ..., window: int = 0,
+        window_groups: int = 0, group_window: int = 0, num_state_slots: int = 0, state_snapshot_tokens: int = 0,
         answer_snapshot_tokens: int = 256, num_block_events: int = 0,
     ) -> None: ...  # fmt: skip
 
@@ -355,8 +355,7 @@ class BlockManager:
     def changes(self, most: int) -> list[BlockChange]: ...  # as StepLoop.block_changes
     def ref_count(self, block: int, /) -> int: ...
     def writable(self, block: int, /) -> bool: ...
-    def allocate(self) -> int:
-        """Raises ValueError if no block is free."""
+    def allocate(self) -> int: ...  # raises ValueError if no block is free
     def retain(self, block: int, /) -> None: ...
     def release(self, block: int, /) -> None:
         """Raises ValueError if the block is not held."""
@@ -377,13 +376,15 @@ class StatePool:
     num_snapshots: Final[int]
     num_pinned: Final[int]
     num_cached: Final[int]
-    def take(self, step: int, /) -> int:
-        """State slot of a snapshot, pinned once; -1 if there is none to give."""
+    def take(self, step: int, /) -> int: ...  # state slot of a snapshot, pinned once; -1 if there is none to give
+    def take_at_rest(self) -> int: ...  # likewise; -1 also if a step that is not over reads the snapshot
+    def retire(self, step: int, /) -> None: ...  # steps up to this one are over
     def pin(self, state: int, /) -> None: ...
-    def unpin(self, state: int, /) -> None: ...
+    def unpin(
+        self, state: int, in_place: bool = False
+    ) -> None: ...  # in_place: it keeps its place among the known ones
     def enter(self, state: int, chain: int, /) -> None: ...
-    def find(self, chain: int, /) -> int:
-        """State slot of the snapshot behind the chain; -1 if there is none."""
+    def find(self, chain: int, /) -> int: ...  # state slot of the snapshot behind the chain; -1 if there is none
     def use(self, state: int, step: int, /) -> None: ...
     def forget(self, chain: int, /) -> None: ...
     def consistent(self) -> bool: ...
@@ -420,9 +421,9 @@ class SchedulerHarness:
     loading: Final[list[tuple[int, int]]]
     """Request and index of each sequence that waits for blocks from the host, or for those that go there."""
     running: Final[list[tuple[int, int]]]  # request and index of each sequence that runs on the device
-    def moves(self) -> list[tuple[int, int, int]]: ...  # transfer, block and host block of all that is under way
-    def finish_moves(self, transfer: int, done: bool) -> None: ...
-    def refuse_moves(self, count: int) -> None: ...  # the next transfers do not start
+    def moves(self, states: bool = False) -> list[tuple[int, int, int]]: ...  # transfer, block and host block under way
+    def finish_moves(self, transfer: int, done: bool, states: bool = False) -> None: ...
+    def refuse_moves(self, count: int, states: bool = False) -> None: ...
     lanes: Final[list[tuple[int, int, int, int]]]
     """Stage, lane, slot and position in the step that was scheduled last."""
     host_rows: Final[list[tuple[int, int, int, str, int, bool, list[int]]]]
@@ -540,13 +541,13 @@ class HostPool:
     num_blocks: Final[int]
     @staticmethod
     def brings_in(transfer: int) -> bool: ...
-    def list(self, transfer: int) -> int:
-        """Address of int32: how many blocks of the device, then which; mapped."""
+    def list(self, transfer: int) -> int: ...  # address of int32: how many blocks of the device, then which; mapped
     list_words: Final[int]
-    def set_gathered(self, memory: int) -> None:
-        """Address of [transfers, max_moves, block_bytes] on the device, where blocks of a transfer lie side by side."""
-    def block(self, host: int) -> int:
-        """Address of block_bytes."""
+    # Address of [transfers, max_moves, block_bytes] on the device, where blocks of a transfer lie side by side.
+    def set_gathered(self, memory: int) -> None: ...
+    def block(self, host: int) -> int: ...  # address of block_bytes
+    def pin_states(self, device: CudaDevice, regions: Sequence[tuple[int, int]], num_states: int) -> int:
+        """Pin states of (address of slot 0, bytes per slot) for each layer; return their count, at least one."""
 
 class HostShape:
     """The heads of host rows (csrc/platform/host/host_shape.inl). A wrong count raises ValueError."""

@@ -111,10 +111,11 @@ class CudaRunner:
                 config, loaded, ops, native, num_blocks, host_rows, ranks[0].exchange, groups=groups
             )
             others = [_other_rank(config, rank, num_blocks, buffers.staging) for rank in ranks[1:]]
-            tier = HostTier.make(config, native, steps.cache.groups)
+            tier = HostTier.make(config, native, steps.cache)
         except torch.OutOfMemoryError as e:
             raise ConfigError(f"{_too_little_memory(device)} ({e})") from e
-        info = loaded.info(config, num_blocks, 0 if tier is None else tier.pool.num_blocks, groups)
+        on_host = (0, 0) if tier is None else (tier.pool.num_blocks, tier.num_states)
+        info = loaded.info(config, num_blocks, *on_host, groups)
         if host_rows is not None and (tier is None or buffers.staging.mode == "pageable"):
             logger.warning("hybrid_attention is off: host memory cannot be pinned")
             host_rows, buckets = None, [bucket for bucket in buckets if not bucket.lanes]

@@ -29,14 +29,32 @@ _LEAST_GAIN = {"auto": 0.05, "always": -1e9}
 """Least predicted gain of throughput at which sequences move to the host."""
 
 
-def choose_num_host_blocks(config: EngineConfig, bytes_per_block: int, num_blocks: int, least: int = 1) -> int:
+HOST_STATE_SHARE = 4
+"""States take at most the part of one in so many of a host tier's memory."""
+_LEAST_HOST_STATES = 4
+"""With fewer, what comes in and what goes out would leave no room for each other."""
+
+
+def choose_num_host_states(config: EngineConfig, state_bytes: int, bytes_per_block: int) -> int:
+    """States of the host tier, where layers keep some; 0 if there is none, or next to no room for them."""
+    if config.host_kv_memory_bytes is None or bytes_per_block == 0 or state_bytes == 0:
+        return 0
+    states = config.host_kv_memory_bytes // HOST_STATE_SHARE // state_bytes
+    return min(states, 1 << 20) if states >= _LEAST_HOST_STATES else 0
+
+
+def choose_num_host_blocks(
+    config: EngineConfig, bytes_per_block: int, num_blocks: int, least: int = 1, state_bytes: int = 0
+) -> int:
     """Blocks of the host tier beside ``num_blocks`` of the cache; 0 if none is configured, or blocks hold nothing.
 
-    Raises ConfigError if the configured memory does not hold ``least`` blocks.
+    They share its memory with states of ``state_bytes`` each. Raises ConfigError if the configured memory does not hold
+    ``least`` blocks.
     """
     if config.host_kv_memory_bytes is None or bytes_per_block == 0:
         return 0
-    blocks = config.host_kv_memory_bytes // bytes_per_block
+    beside = choose_num_host_states(config, state_bytes, bytes_per_block) * state_bytes
+    blocks = (config.host_kv_memory_bytes - beside) // bytes_per_block
     if blocks < least:
         raise ConfigError(
             f"host_kv_memory_bytes ({config.host_kv_memory_bytes:,}) must hold {least:,} KV blocks of "
@@ -126,6 +144,7 @@ def scheduler_config(
         mask_words=-(-model_info.vocab_size // 32),
         max_result_words=_result_words(config, model_info),
         num_host_blocks=model_info.num_host_kv_blocks,
+        num_host_states=model_info.num_host_states,
         costs=costs.native() if costs else StepCosts(),
         targets=ItlTargets(
             ns=round(1e6 * (config.target_itl_ms or 0)),

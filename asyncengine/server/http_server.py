@@ -193,8 +193,9 @@ def _log_ready(server: HttpServer, engine: Engine, seconds: float) -> None:
     )  # fmt: skip
     if info.state_bytes:
         logger.info(
-            "states: %d of %.1f MiB, of which %d are snapshots, kept %s",
+            "states: %d of %.1f MiB, of which %d are snapshots, kept %s; %d more on the host",
             info.num_state_slots, info.state_bytes / 2**20, info.num_snapshots, info.snapshot_places,
+            info.num_host_states,
         )  # fmt: skip
     needs_key = bool(server.app.config.api_keys)
     example = example_request(server.url, server.app.model_name, engine, needs_key=needs_key)

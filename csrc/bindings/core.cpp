@@ -37,11 +37,15 @@ void bind_state_pool(py::module_& m) {
              require(self.pins(state) >= 0, "the state is no snapshot");
              self.pin(state);
            })
-      .def("unpin",
-           [pinned](StatePool& self, int32_t state) {
-             pinned(self, state);
-             self.unpin(state);
-           })
+      .def(
+          "unpin",
+          [pinned](StatePool& self, int32_t state, bool in_place) {
+            pinned(self, state);
+            self.unpin(state, in_place);
+          },
+          py::arg("state"), py::arg("in_place") = false)
+      .def("take_at_rest", &StatePool::take_at_rest)
+      .def("retire", &StatePool::retire)
       .def("enter",
            [pinned](StatePool& self, int32_t state, uint64_t chain) {
              pinned(self, state);
@@ -78,6 +82,8 @@ void check_config(const SchedulerConfig& c) {
   require(c.max_samples >= 0 && c.max_update_words >= 0 && c.max_result_words >= 0 && c.mask_words >= 0,
           "budgets must not be negative");
   require(c.num_host_blocks >= 0 && (c.num_host_blocks == 0 || c.prefix_caching), "a host tier needs prefix_caching");
+  require(c.num_host_states >= 0 && (c.num_host_states == 0 || (c.num_host_blocks > 0 && c.num_state_slots > 0)),
+          "states of a host tier need one, and state slots");
   require(!c.hybrid.any() || (c.num_host_blocks > 0 && c.hybrid.layers >= 1), "host rows need a host tier and layers");
   require(c.max_num_batched_tokens >= c.max_num_seqs + c.hybrid.lanes,
           "max_num_batched_tokens must leave room for lanes beside max_num_seqs");
@@ -232,12 +238,15 @@ void bind_core(py::module_& m) {
       .def_property_readonly("held_by_tier", &SchedulerHarness::held_by_tier)
       .def_property_readonly("loading", &SchedulerHarness::loading)
       .def_property_readonly("running", &SchedulerHarness::running)
-      .def("moves", [](SchedulerHarness& self) { return self.mover().under_way(); })
       .def(
-          "finish_moves", [](SchedulerHarness& self, int transfer, bool done) { self.mover().finish(transfer, done); },
-          py::arg("transfer"), py::arg("done"))
+          "moves", [](SchedulerHarness& self, bool states) { return self.mover(states).under_way(); }, py::arg("states") = false)
       .def(
-          "refuse_moves", [](SchedulerHarness& self, int count) { self.mover().refuses = count; }, py::arg("count"))
+          "finish_moves",
+          [](SchedulerHarness& self, int transfer, bool done, bool states) { self.mover(states).finish(transfer, done); },
+          py::arg("transfer"), py::arg("done"), py::arg("states") = false)
+      .def(
+          "refuse_moves", [](SchedulerHarness& self, int count, bool states) { self.mover(states).refuses = count; },
+          py::arg("count"), py::arg("states") = false)
       .def_property_readonly("lanes", &SchedulerHarness::lanes)
       .def_property_readonly("host_rows", &SchedulerHarness::host_rows)
       .def_property_readonly("jobs",

@@ -45,6 +45,15 @@ Address add_simulated_graph(Simulation& simulation, py::function body) {
       std::chrono::nanoseconds(0)));
 }
 
+int32_t pin_states(HostPool& pool, const CudaDevice& device, const std::vector<std::pair<Address, size_t>>& regions,
+                   int32_t num_states) {
+  require(!regions.empty() && num_states >= 1, "there is a state of a layer at least");
+  std::vector<HostStates::Layer> layers;
+  for (const auto& [base, bytes_per_slot] : regions) layers.push_back({pointer<std::byte>(base), bytes_per_slot});
+  pool.keep_states(std::make_shared<HostStates>(device, std::move(layers), num_states));
+  return pool.states()->num_states();
+}
+
 }  // namespace
 
 CudaGraphs::~CudaGraphs() {
@@ -90,6 +99,7 @@ GraphExecutor::Graphs executor_graphs(const CudaDevice& device, std::shared_ptr<
   result.keep_alive = graphs;
   if (graphs->host_pool != nullptr) {
     result.mover = std::make_unique<GraphMover>(device, graphs->host_pool, graphs->moves);
+    if (const auto& states = graphs->host_pool->states()) result.state_mover = std::make_unique<StateMover>(device, states);
   }
   if (!eager.is_none()) {
     result.eager = [launch = callback(eager.cast<py::function>())](int bucket, Needs needs, CudaStream cuda_stream) {
@@ -192,7 +202,8 @@ void bind_device(py::module_& m) {
       .def(
           "set_gathered", [](HostPool& pool, Address memory) { pool.set_gathered(pointer<std::byte>(memory)); }, py::arg("memory"))
       .def(
-          "block", [](const HostPool& pool, int32_t host) { return reinterpret_cast<Address>(pool.block(host)); }, py::arg("host"));
+          "block", [](const HostPool& pool, int32_t host) { return reinterpret_cast<Address>(pool.block(host)); }, py::arg("host"))
+      .def("pin_states", &pin_states, py::arg("device"), py::arg("regions"), py::arg("num_states"), NoGil());
 
   py::class_<CudaGraphs, std::shared_ptr<CudaGraphs>>(m, "CudaGraphs")
       .def(py::init([](const CudaDevice& device) { return make_process_owned<CudaGraphs>(device); }), py::arg("device"),

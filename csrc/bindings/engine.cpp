@@ -52,6 +52,9 @@ OwnedStepLoop make_cuda_loop(const StepLoopConfig& config, const CudaDevice& dev
   require(!graphs->buckets.empty(), "there is no bucket");
   const int32_t host_blocks = graphs->host_pool != nullptr ? graphs->host_pool->num_blocks() : 0;
   require(config.scheduler.num_host_blocks == host_blocks, "num_host_blocks must be those of the graphs' host pool");
+  const bool has_states = graphs->host_pool != nullptr && graphs->host_pool->states() != nullptr;
+  require(config.scheduler.num_host_states == (has_states ? graphs->host_pool->states()->num_states() : 0),
+          "num_host_states must be those of the graphs' host pool");
   const HybridConfig& hybrid = config.scheduler.hybrid;
   require(!hybrid.any() || (host_workers != nullptr && host_workers->num_layers() == hybrid.layers),
           "host rows need host_workers that attend in as many layers");
@@ -140,7 +143,7 @@ OwnedStepLoop make_cpu_loop(const StepLoopConfig& config, py::function forward, 
       StepLoop::limits(config), max_blocks(config.scheduler), config.scheduler.block_size, config.steps_in_flight,
       std::move(regions), CpuSampler::kNeeds | kNeedVector | kNeedMean, std::move(step),
       [probe = std::make_shared<GilProbe>()](int64_t now) { return probe->held_up_ns(now); }, config.scheduler.num_host_blocks,
-      std::move(states));
+      std::move(states), config.scheduler.num_host_states);
   if (config.scheduler.hybrid.any()) {
     require(host_rows.has_value(), "lanes need host_rows");
     executor->attend_on_host_with(make_workers(*host_rows, *executor->mover(), config.scheduler.block_size));

@@ -109,7 +109,8 @@ class SchedulerHarness {
     for (int i = 0; i < steps_in_flight; ++i) spare_.push_back(std::make_unique<StepPlan>());
     if (config.num_host_blocks == 0) return;
     mover_ = std::make_unique<HarnessMover>(config.num_host_blocks);
-    scheduler_.move_blocks_with(*mover_);
+    if (config.num_host_states > 0) state_mover_ = std::make_unique<HarnessMover>(config.num_host_states);
+    scheduler_.move_blocks_with(*mover_, nullptr, state_mover_.get());
     if (!config.hybrid.any()) return;
     attention_ = std::make_unique<HarnessAttention>(config.hybrid.layers, config.max_num_seqs, config.block_size);
     scheduler_.attend_on_host_with(*attention_);
@@ -181,9 +182,10 @@ class SchedulerHarness {
     }
     return all;
   }
-  HarnessMover& mover() {
-    require(mover_ != nullptr, "there is no host tier");
-    return *mover_;
+  HarnessMover& mover(bool states) {
+    const auto& mover = states ? state_mover_ : mover_;
+    require(mover != nullptr, "there is no host tier");
+    return *mover;
   }
   void add(const RequestSpec& spec, int64_t order) {
     auto request = make_request(spec, order, ++sequence_number_, block_size_, tenants_.find(spec.tenant));
@@ -309,7 +311,7 @@ class SchedulerHarness {
   }
 
   int32_t block_size_;
-  std::unique_ptr<HarnessMover> mover_;  // of a host tier
+  std::unique_ptr<HarnessMover> mover_, state_mover_;  // of a host tier
   std::unique_ptr<HarnessAttention> attention_;  // of host rows
   Scheduler scheduler_;
   Outbox outbox_;

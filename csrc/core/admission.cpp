@@ -53,7 +53,7 @@ Admission::Result Admission::admit(Sequence& sequence, StepPlan& plan, int64_t n
     unused += find_window_blocks(source, shared, begin.group_holes);
   }
   if (roster_.tier() != nullptr && source == nullptr && !sequence.loaded) [[unlikely]] {
-    if (load_from_host(sequence, whole)) return Result::kLeft;
+    if (load_from_host(sequence, whole, shared)) return Result::kLeft;
   }
   const bool copies = source != nullptr && shared > (sequence.request->prompt_len - 1) / block_size_;  // not with states
   const int32_t size = blocks_to_begin(sequence, shared) + (copies ? config_.num_groups() : 0);
@@ -206,7 +206,11 @@ int32_t Admission::find_prefix(const Sequence& sequence, const Sequence* source,
     return roster_.blocks().match_windows(prefix_.data(), found, first_seen);
   }
   if (!roster_.states().any()) return found;
-  const auto known = [&](int32_t id) { return roster_.states().find(roster_.blocks().chain_of(id).id) >= 0; };
+  const StateTier* tier = with_host && roster_.tier() != nullptr ? roster_.tier()->states() : nullptr;
+  const auto known = [&](int32_t id) {
+    const uint64_t chain = roster_.blocks().chain_of(id).id;
+    return roster_.states().find(chain) >= 0 || (tier != nullptr && tier->holds(chain));
+  };
   while (found > 0 && !known(prefix_[static_cast<size_t>(found) - 1])) --found;
   return found;
 }
@@ -242,8 +246,16 @@ Admission::Start Admission::start(const Sequence& sequence, const Sequence* sour
   return start;
 }
 
-// True: the sequence has left the queue, to wait for blocks from the host, or for this step with those that load some.
-bool Admission::load_from_host(Sequence& sequence, int32_t whole) {
+// The chain behind so many blocks of prefix_, if its state is on the host alone; 0: it is not.
+uint64_t Admission::missing_state(int32_t blocks) const {
+  if (blocks == 0 || !roster_.states().any()) return 0;
+  const uint64_t chain = roster_.blocks().chain_of(prefix_[static_cast<size_t>(blocks) - 1]).id;
+  return roster_.states().find(chain) < 0 ? chain : 0;
+}
+
+// True: the sequence has left the queue, to wait for blocks from the host, or for this step with those that load some. It
+// shares so many blocks with what is on the device.
+bool Admission::load_from_host(Sequence& sequence, int32_t whole, int32_t shared) {
   const int32_t found = find_prefix(sequence, nullptr, /*with_host=*/true);
   const std::span chain(prefix_.data(), static_cast<size_t>(found));
   int32_t here = 0, unused = 0;
@@ -259,8 +271,14 @@ bool Admission::load_from_host(Sequence& sequence, int32_t whole) {
     start_loading(sequence);
     return true;
   }
-  if (here == found || !copying_pays(found - here, here) || deferred_.size() == deferred_.capacity()) return false;
-  switch (roster_.tier()->load(sequence, chain)) {
+  const uint64_t state = missing_state(found);
+  if ((here == found && state == 0) || deferred_.size() == deferred_.capacity()) return false;
+  const int64_t bytes = int64_t{found - here} * static_cast<int64_t>(roster_.tier()->block_bytes()) +
+                        (state != 0 ? static_cast<int64_t>(roster_.tier()->states()->state_bytes()) : 0);
+  // With states, blocks of the device behind the last state that is there are computed again, too.
+  const int32_t kept = roster_.states().any() ? shared : here;
+  if (!copying_pays(bytes, found - kept, kept)) return false;
+  switch (roster_.tier()->load(sequence, chain, state)) {
     case HostTier::Loading::kNothing: return false;
     case HostTier::Loading::kLater:
       roster_.dequeue(sequence);
@@ -274,10 +292,9 @@ bool Admission::load_from_host(Sequence& sequence, int32_t whole) {
   return false;
 }
 
-// True if so many blocks come sooner than they are computed, after others. Where no costs are known they do.
-bool Admission::copying_pays(int32_t blocks, int32_t context_blocks) const {
+// True if so many bytes come sooner than so many blocks are computed, after others. Where no costs are known they do.
+bool Admission::copying_pays(int64_t bytes, int32_t blocks, int32_t context_blocks) const {
   if (!pace_.costs().known()) return true;
-  const int64_t bytes = static_cast<int64_t>(blocks) * static_cast<int64_t>(roster_.tier()->block_bytes());
   const int64_t copy = pace_.costs().copy_ns(bytes, /*to_device=*/true);
   return copy == 0 || copy < pace_.costs().recompute_ns(blocks * block_size_, context_blocks * block_size_);
 }

@@ -52,9 +52,10 @@ class Admission {
   void report(Stats& stats) const;
 
  private:
-  bool load_from_host(Sequence& sequence, int32_t whole);
+  bool load_from_host(Sequence& sequence, int32_t whole, int32_t shared);
   void start_loading(Sequence& sequence);
-  bool copying_pays(int32_t blocks, int32_t context_blocks) const;
+  bool copying_pays(int64_t bytes, int32_t blocks, int32_t context_blocks) const;
+  uint64_t missing_state(int32_t blocks) const;
   int32_t prefix_limit(const Sequence& sequence) const;
   int32_t find_prefix(const Sequence& sequence, const Sequence* source, bool with_host = false);
   Sequence* fork_source(const Sequence& sequence, const StepPlan& plan) const;

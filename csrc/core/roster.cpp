@@ -18,7 +18,8 @@ Roster::Roster(const SchedulerConfig& config)
 
 bool Roster::quiescent() const {
   return idle() && blocks_coming_ == 0 && blocks_.num_free() == blocks_.num_blocks() && blocks_.num_host_pinned() == 0 &&
-         free_slots_.size() == slots_.size() && blocks_.consistent() && states_.num_pinned() == 0 && states_.consistent();
+         free_slots_.size() == slots_.size() && blocks_.consistent() && states_.num_pinned() == 0 && states_.consistent() &&
+         (tier_ == nullptr || tier_->states() == nullptr || tier_->states()->at_rest());
 }
 
 // ---- the queue -----------------------------------------------------------------------------------------------------

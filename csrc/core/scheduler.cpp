@@ -17,11 +17,12 @@ Scheduler::Scheduler(const SchedulerConfig& config)
       reservation_(config_, roster_, preemption_),
       publisher_(roster_) {}
 
-void Scheduler::move_blocks_with(BlockMover& mover, BlockDisk* disk) {
+void Scheduler::move_blocks_with(BlockMover& mover, BlockDisk* disk, BlockMover* states) {
   // A step may want the next steps' chunks, and a block for each sequence.
   const int32_t wanted = std::max(256, 4 * config_.max_num_batched_tokens / config_.block_size + config_.max_num_seqs);
   const HostTier::Config config{std::min(config_.num_blocks, wanted), config_.max_blocks_per_sequence()};
   roster_.move_blocks_with(std::make_unique<HostTier>(config, roster_.blocks(), mover, disk));
+  if (states != nullptr) roster_.tier()->keep_states(roster_.states(), *states);
 }
 
 void Scheduler::attend_on_host_with(HostAttention& attention) {
@@ -382,6 +383,7 @@ inline void Scheduler::retire_rows(const StepPlan& plan, Outbox& outbox, OnPlain
   }
   for (const int32_t block : plan.held_blocks) roster_.blocks().release(block);
   roster_.expect_blocks(-plan.blocks_coming);
+  roster_.states().retire(plan.step);
   roster_.compact();
 }
 

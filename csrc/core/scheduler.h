@@ -67,8 +67,8 @@ class Scheduler {
 
   // ---- before the first sequence
 
-  // Sets the mover of blocks to the host and back, for a configuration with host blocks.
-  void move_blocks_with(BlockMover& mover, BlockDisk* disk = nullptr);
+  // Sets the mover of blocks to the host and back, for a configuration with host blocks, and that of states, if there are some.
+  void move_blocks_with(BlockMover& mover, BlockDisk* disk = nullptr, BlockMover* states = nullptr);
   // Sets the attention of host rows, for a configuration that has some, after move_blocks_with().
   void attend_on_host_with(HostAttention& attention);
   void write_masks_to(const MaskBoard& board) { extras_.write_masks_to(board); }

@@ -15,6 +15,7 @@ FIELD(int32_t, max_update_words, 0)
 FIELD(int32_t, max_result_words, 0)
 FIELD(int32_t, mask_words, 0)       // of a bit per token of the vocabulary; 0: no sequence has masks
 FIELD(int32_t, num_host_blocks, 0)  // of a host tier
+FIELD(int32_t, num_host_states, 0)  // of that, where layers keep a state
 FIELD(StepCosts, costs, {})         // with none known, targets are not heeded
 FIELD(ItlTargets, targets, {})
 FIELD(int32_t, paced_chunk_size, 0)  // in place of prefill_chunk_size where a target decides; 0: no limit but the step's

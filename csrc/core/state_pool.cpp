@@ -14,9 +14,12 @@ StatePool::StatePool(int32_t num_slots, int32_t num_state_slots)
   for (int32_t i = num_snapshots(); i-- > 0;) link(i);
 }
 
-int32_t StatePool::take(uint64_t step) {
+int32_t StatePool::take(uint64_t step) { return ends_.next == num_snapshots() || at(ends_.next).step == step ? -1 : take_next(); }
+
+int32_t StatePool::take_at_rest() { return ends_.next == num_snapshots() || at(ends_.next).step > retired_ ? -1 : take_next(); }
+
+int32_t StatePool::take_next() {
   const int32_t i = ends_.next;
-  if (i == num_snapshots() || at(i).step == step) return -1;
   if (at(i).chain != 0) forget_snapshot(i);
   pin(num_slots_ + i);
   return num_slots_ + i;
@@ -28,10 +31,10 @@ void StatePool::pin(int32_t state) {
   ++num_pinned_;
 }
 
-void StatePool::unpin(int32_t state) {
+void StatePool::unpin(int32_t state, bool in_place) {
   assert(at(index(state)).pins > 0);
   if (--at(index(state)).pins > 0) return;
-  link(index(state));
+  link(index(state), in_place);
   --num_pinned_;
 }
 
@@ -56,6 +59,7 @@ void StatePool::use(int32_t state, uint64_t step) {
 }
 
 void StatePool::forget(uint64_t chain) {
+  if (other_ != nullptr) other_->forget(chain);
   const int32_t i = cells_[cell_of(chain)];
   if (i < 0) return;
   forget_snapshot(i);
@@ -65,9 +69,16 @@ void StatePool::forget(uint64_t chain) {
 }
 
 // To the front what is worthless, to the back what is known.
-void StatePool::link(int32_t i) {
+void StatePool::link(int32_t i, bool in_place) {
   const int32_t sentinel = num_snapshots();
-  const int32_t prev = at(i).chain != 0 ? ends_.prev : sentinel, next = at(i).chain != 0 ? sentinel : ends_.next;
+  int32_t next = at(i).chain != 0 ? sentinel : ends_.next;
+  if (in_place && at(i).chain != 0) {
+    const auto before = [&](const Snapshot& other) { return other.chain == 0 || other.order <= at(i).order; };
+    for (next = ends_.next; next != sentinel && before(at(next));) next = at(next).next;
+  } else if (at(i).chain != 0) {
+    at(i).order = ++last_order_;
+  }
+  const int32_t prev = at(next).prev;
   at(i).prev = prev;
   at(i).next = next;
   at(prev).next = at(next).prev = i;

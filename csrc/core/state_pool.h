@@ -34,8 +34,13 @@ class StatePool {
   // A state slot for a snapshot, pinned once: a free one, or the least recently used is evicted. -1: all are pinned, or what
   // would be evicted is read in this step, whose copies have no order among each other.
   int32_t take(uint64_t step);
+  // Likewise, for somebody who writes to it beside the steps: -1 also if a step in flight reads what would be evicted.
+  int32_t take_at_rest();
+  // Steps up to this one are over.
+  void retire(uint64_t step) { retired_ = step; }
   void pin(int32_t state);
-  void unpin(int32_t state);
+  // `in_place`: among the known ones it keeps its place of before it was pinned; else it is the one that was used last.
+  void unpin(int32_t state, bool in_place = false);
   // The pinned snapshot holds the state behind the chain. One that is known for it already stays.
   void enter(int32_t state, uint64_t chain);
   // The state slot of the snapshot behind the chain, or -1.
@@ -44,6 +49,19 @@ class StatePool {
   void use(int32_t state, uint64_t step);
   // Nobody can find the chain any more.
   void forget(uint64_t chain);
+  // The other pool forgets what this one does.
+  void forget_with(StatePool& other) { other_ = &other; }
+  // The first of the `count` snapshots that are evicted next which is known by a chain with this property; -1: there is none.
+  template <typename Wanted>
+  int32_t next_known(int32_t count, Wanted&& wanted) const {
+    for (int32_t i = ends_.next; i != num_snapshots() && count > 0; i = at(i).next, --count) {
+      if (at(i).chain != 0 && wanted(at(i).chain)) return num_slots_ + i;
+    }
+    return -1;
+  }
+  uint64_t chain_of(int32_t state) const { return at(index(state)).chain; }
+  // The last step that read the snapshot.
+  uint64_t last_read(int32_t state) const { return at(index(state)).step; }
 
   // Every snapshot is in one state, and the queue and the table agree with the counts; for tests and idle checks.
   bool consistent() const;
@@ -52,6 +70,7 @@ class StatePool {
   struct Snapshot {
     uint64_t chain = 0;  // 0: unknown
     uint64_t step = 0;   // the last that read it
+    uint64_t order = 0;  // in the queue, among the known ones
     int32_t pins = 0;
     int32_t next = -1, prev = -1;  // in the queue of those that are not pinned: free ones, then least recently used first
   };
@@ -59,7 +78,8 @@ class StatePool {
   int32_t index(int32_t state) const { return state - num_slots_; }
   Snapshot& at(int32_t i) { return i == num_snapshots() ? ends_ : snapshots_[static_cast<size_t>(i)]; }
   const Snapshot& at(int32_t i) const { return i == num_snapshots() ? ends_ : snapshots_[static_cast<size_t>(i)]; }
-  void link(int32_t i);
+  int32_t take_next();
+  void link(int32_t i, bool in_place = false);
   void unlink(int32_t i);
   void forget_snapshot(int32_t i);
   size_t cell_of(uint64_t chain) const;
@@ -67,6 +87,8 @@ class StatePool {
 
   int32_t num_slots_;
   int32_t num_pinned_ = 0, num_cached_ = 0;
+  uint64_t retired_ = 0, last_order_ = 0;
+  StatePool* other_ = nullptr;
   std::vector<Snapshot> snapshots_;
   Snapshot ends_;                // the sentinel of the queue
   std::vector<int32_t> cells_;   // by chain, linear probing, at most half full: a snapshot, or -1

@@ -25,6 +25,10 @@ STAT(num_snapshots)         // room for snapshots of states; 0 for layers that k
 STAT(cached_snapshots)      // of these, those that a prompt may find
 STAT(pinned_snapshots)      // of these, those that a step writes or siblings wait for
 STAT(state_snapshot_tokens)  // of a prompt between two of them; 0: there is none within a prompt
+STAT(num_host_snapshots)    // room for snapshots on the host; 0: there is none
+STAT(cached_host_snapshots)  // of these, those that a prompt may find
+STAT(snapshots_to_host)     // sum
+STAT(snapshots_from_host)   // sum
 STAT(num_host_blocks)       // of the host tier; 0: there is none
 STAT(host_cached_blocks)    // of these, those that a prompt may find, or that are copies of the device's
 STAT(blocks_to_host)        // sum

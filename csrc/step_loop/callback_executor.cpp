@@ -44,7 +44,7 @@ bool HostMover::start(int transfer, std::span<const BlockMove> moves) {
 
 CallbackExecutor::CallbackExecutor(const StepLimits& limits, int32_t max_blocks, int32_t block_size, int steps_in_flight,
                                    std::vector<BlockRegion> regions, Needs needs, Forward forward, HeldUp held_up,
-                                   int32_t num_host_blocks, std::vector<BlockRegion> states)
+                                   int32_t num_host_blocks, std::vector<BlockRegion> states, int32_t num_host_states)
     : board_(static_cast<size_t>(limits.max_rows) * MaskBoard::stride(limits.mask_words), -1),
       masks_(board_.data(), limits.mask_words),
       slots_(limits, max_blocks, block_size, masks_),
@@ -60,6 +60,7 @@ CallbackExecutor::CallbackExecutor(const StepLimits& limits, int32_t max_blocks,
     step.records.resize(static_cast<size_t>(limits.max_result_words));
   }
   if (num_host_blocks > 0) mover_ = std::make_unique<HostMover>(regions_, num_host_blocks);
+  if (num_host_states > 0) state_mover_ = std::make_unique<HostMover>(states_, num_host_states);
   thread_ = std::thread([this] { run(); });
 }
 

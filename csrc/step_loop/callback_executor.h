@@ -54,10 +54,11 @@ class CallbackExecutor final : public Executor {
   // held_up_ns() asks `held_up`, if there is one.
   using HeldUp = std::function<int64_t(int64_t now)>;
 
-  // `needs`: those that `forward` serves. `states`: memory where a state slot takes the place of a block.
+  // `needs`: those that `forward` serves. `states`: memory where a state slot takes the place of a block, of which the host
+  // tier has `num_host_states`.
   CallbackExecutor(const StepLimits& limits, int32_t max_blocks, int32_t block_size, int steps_in_flight,
                    std::vector<BlockRegion> regions, Needs needs, Forward forward, HeldUp held_up = {}, int32_t num_host_blocks = 0,
-                   std::vector<BlockRegion> states = {});
+                   std::vector<BlockRegion> states = {}, int32_t num_host_states = 0);
   ~CallbackExecutor() override;
 
   int num_staging() const override { return static_cast<int>(steps_.size()); }
@@ -69,6 +70,7 @@ class CallbackExecutor final : public Executor {
   Needs needs() const override { return needs_; }
   MaskBoard masks() override { return masks_; }
   HostMover* mover() override { return mover_.get(); }
+  HostMover* state_mover() override { return state_mover_.get(); }
   HostAttention* host_attention() override { return host_attention_.get(); }
   // Sets the workers that attend for host rows. To be called before the first step.
   void attend_on_host_with(std::shared_ptr<HostAttention> attention) { host_attention_ = std::move(attention); }
@@ -95,7 +97,7 @@ class CallbackExecutor final : public Executor {
   SlotState slots_;
   std::vector<Step> steps_;
   std::vector<BlockRegion> regions_, states_;
-  std::unique_ptr<HostMover> mover_;
+  std::unique_ptr<HostMover> mover_, state_mover_;
   std::shared_ptr<HostAttention> host_attention_;
   Needs needs_;
   Forward forward_;

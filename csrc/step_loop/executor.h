@@ -54,6 +54,8 @@ class Executor {
 
   // The mover of blocks to the host and back; null: there is no host tier.
   virtual BlockMover* mover() { return nullptr; }
+  // The mover of states, of which each is a block to it; null: none goes to the host.
+  virtual BlockMover* state_mover() { return nullptr; }
   // Attention for host rows; null: nobody decodes on the host.
   virtual HostAttention* host_attention() { return nullptr; }
 

@@ -11,6 +11,7 @@ GraphExecutor::GraphExecutor(const CudaDevice& device, std::shared_ptr<Staging> 
                              std::chrono::nanoseconds poll_interval)
     : device_(device, std::move(staging), static_cast<StepDevice::Graphs&&>(graphs)),
       mover_(std::move(graphs.mover)),
+      state_mover_(std::move(graphs.state_mover)),
       host_attention_(std::move(graphs.host_attention)),
       poll_interval_(poll_interval),
       steps_(static_cast<size_t>(device_.staging().num_steps())) {
@@ -225,7 +226,9 @@ bool GraphExecutor::close(std::chrono::nanoseconds limit) {
   // First: they may wait for a step that hangs.
   const bool attends = host_attention_ != nullptr && !host_attention_->close(limit);
   if (launch_thread_ != nullptr && !launch_thread_->close(limit)) return false;
-  const auto moves = [this] { return mover_ != nullptr && !mover_->at_rest(); };
+  const auto moves = [this] {
+    return (mover_ != nullptr && !mover_->at_rest()) || (state_mover_ != nullptr && !state_mover_->at_rest());
+  };
   const auto steps = [this] {
     for (int i = 0; i < num_staging(); ++i) {
       if (is_busy(i)) return true;

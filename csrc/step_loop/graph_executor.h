@@ -12,6 +12,7 @@
 #include "step_loop/executor.h"
 #include "step_loop/graph_mover.h"
 #include "step_loop/launch_thread.h"
+#include "step_loop/state_mover.h"
 #include "step_loop/step_device.h"
 
 namespace asyncengine {
@@ -36,6 +37,7 @@ class GraphExecutor final : public Executor {
   struct Graphs : StepDevice::Graphs {
     std::vector<Rank> others = {};
     std::shared_ptr<GraphMover> mover = {};  // of a host tier, or none
+    std::shared_ptr<StateMover> state_mover = {};  // likewise
     std::shared_ptr<HostAttention> host_attention = {};  // for host rows, or none
   };
 
@@ -55,6 +57,7 @@ class GraphExecutor final : public Executor {
   std::string error() const override;
   MaskBoard masks() override { return staging().masks(); }
   BlockMover* mover() override { return mover_.get(); }
+  BlockMover* state_mover() override { return state_mover_.get(); }
   HostAttention* host_attention() override { return host_attention_.get(); }
   // Sets the workers that attend for host rows. To be called before the first step.
   void attend_on_host_with(std::shared_ptr<HostAttention> attention) { host_attention_ = std::move(attention); }
@@ -97,6 +100,7 @@ class GraphExecutor final : public Executor {
   std::vector<std::unique_ptr<StepDevice>> others_;
   std::vector<StepDevice*> devices_;  // the first, then the others
   std::shared_ptr<GraphMover> mover_;
+  std::shared_ptr<StateMover> state_mover_;
   std::shared_ptr<HostAttention> host_attention_;
   std::chrono::nanoseconds poll_interval_;
   std::vector<Step> steps_;

@@ -29,10 +29,12 @@ SimulatedModel::SimulatedModel(SimulatedDevice& device, const SimulatedModelConf
       limits_(limits),
       block_size_(block_size),
       slots_(limits, max_blocks, block_size),
-      slot_hash_(static_cast<size_t>(std::max(limits.max_rows, config.num_state_slots))),
       sampled_hash_(static_cast<size_t>(limits.samples())),
       tokens_(static_cast<size_t>(limits.samples())),
       saved_(limits.host_rows.max_lanes > 0 ? static_cast<size_t>(limits.max_rows) : 0) {
+  states_ = allocate_device(device.cuda(),
+                            static_cast<size_t>(std::max(limits.max_rows, config.num_state_slots)) * sizeof(uint64_t));
+  std::ranges::fill(states_.bytes(), std::byte{0});
   output_ = allocate_device(device.cuda(), limits.output_words() * sizeof(int64_t));
   kv_ = allocate_device(device_.cuda(), static_cast<size_t>(num_blocks) * static_cast<size_t>(block_size) * sizeof(int32_t));
 }
@@ -87,6 +89,11 @@ std::unique_ptr<GraphExecutor> SimulatedModel::make_executor(int steps_in_flight
     graphs.others.push_back({other->device_.cuda(), staging, other->make_graphs(staging)});
   }
   if (num_host_blocks > 0) graphs.mover = make_mover(num_host_blocks);
+  if (config_.num_host_states > 0) {
+    const std::vector<HostStates::Layer> layers{{states_.data(), sizeof(uint64_t)}};
+    graphs.state_mover = std::make_shared<StateMover>(
+        device_.cuda(), std::make_shared<HostStates>(device_.cuda(), layers, config_.num_host_states));
+  }
   auto executor = std::make_unique<GraphExecutor>(device_.cuda(), staging_, std::move(graphs), poll_interval);
   if (attention_ != nullptr) executor->attend_on_host_with(attention_);
   return executor;
@@ -154,7 +161,7 @@ void SimulatedModel::copy_blocks() {
   }
   for (const BlockCopy& copy : StepInputView(input()).state_copies()) {
     if (copy.source < 0) continue;
-    slot_hash_[static_cast<size_t>(copy.target)] = slot_hash_[static_cast<size_t>(copy.source)];
+    hash_of(copy.target) = hash_of(copy.source);
   }
 }
 
@@ -221,7 +228,7 @@ void SimulatedModel::forward(const StepInputView& input, const StepBatch& batch)
   }
   for (size_t r = 0; r < static_cast<size_t>(batch.num_rows); ++r) {
     const StepInputRow& row = input.rows()[r];
-    uint64_t& hash = slot_hash_[static_cast<size_t>(row.slot)];
+    uint64_t& hash = hash_of(row.slot);
     const int32_t context = batch.context_len[r], end = context + row.query_len;
     const bool reads_kv = config_.read_kv || !(row.flags & kRowFromDevice) || (row.flags & kRowDeviceLength);
     const bool from_start = config_.num_state_slots > 0 ? context == 0 : reads_kv;

@@ -30,6 +30,7 @@ struct SimulatedModelConfig {
   // Layers keep a state, with so many state slots: the hash of the tokens so far, which is read in place of the KV cache. 0: none
   // does. A wrong copy of a state, or one that is missing or late, then changes the output.
   int32_t num_state_slots = 0;
+  int32_t num_host_states = 0;  // of a host tier
   // Needs that the model's graphs serve: argmax has a graph of its own, and all of these together another.
   Needs needs = kSamplingNeeds;
   // Workers for host rows, where the limits have lanes: see SimulatedAttention.
@@ -76,6 +77,7 @@ class SimulatedModel {
   const std::byte* input() const;
   int64_t* output() const;
   void copy_blocks();
+  uint64_t& hash_of(int32_t state) { return reinterpret_cast<uint64_t*>(states_.data())[state]; }
   std::unique_ptr<GraphMover> make_mover(int32_t num_host_blocks);
   void gather(const HostPool& pool, int transfer);
   void step();
@@ -89,10 +91,10 @@ class SimulatedModel {
   StepLimits limits_;
   int32_t block_size_;
   DeviceBuffer input_, output_, gathered_, kv_;  // kv_: the token id at every position of every block
+  DeviceBuffer states_;  // the hash of each state slot, or of each slot where there are none
   std::shared_ptr<Staging> staging_;
   size_t launch_ = 1;  // steps count from 1
   SlotState slots_;
-  std::vector<uint64_t> slot_hash_;     // by state slot, where there are some
   std::vector<uint64_t> sampled_hash_;  // of the tokens up to each sample
   std::vector<int32_t> tokens_;
   std::vector<std::vector<int32_t>> entries_;

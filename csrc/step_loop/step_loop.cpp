@@ -71,7 +71,7 @@ StepLoop::StepLoop(const StepLoopConfig& config, std::unique_ptr<Executor> execu
   scheduler_.write_masks_to(executor_->masks());
   if (config.scheduler.num_host_blocks > 0) {
     disk_ = make_disk(config, *executor_->mover(), notifier_);
-    scheduler_.move_blocks_with(*executor_->mover(), disk_.get());
+    scheduler_.move_blocks_with(*executor_->mover(), disk_.get(), executor_->state_mover());
   }
   if (config.scheduler.hybrid.any()) scheduler_.attend_on_host_with(*executor_->host_attention());
   executor_->attach(notifier_);

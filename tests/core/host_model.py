@@ -41,6 +41,7 @@ class HostModel:
         def _expect_late_jobs(self) -> list[Event]: ...
         def _see_hosted(self) -> None: ...
         def _check_moved(self) -> None: ...
+        def _see_state_moves(self) -> None: ...
 
     def move(self) -> bool:
         """The host tier takes in what has moved, and starts what is to move; False if it did neither."""
@@ -56,6 +57,7 @@ class HostModel:
             if transfer not in self.moves:
                 self.moves[transfer] = [self._begin(transfer, *pair) for pair in pairs]
         assert under_way.keys() == self.moves.keys()
+        self._see_state_moves()
         self._see_hosted()
         self._see_loading()
         self._check_moved()

@@ -55,6 +55,10 @@ WALKS = {
     "states without snapshots": Limits(num_blocks=9, max_num_seqs=4, snapshots=0, steps_in_flight=3),
     "states, no prefix cache": Limits(num_blocks=12, max_num_seqs=5, snapshots=2, prefix_caching=False),
     "states and a host tier": Limits(num_blocks=9, max_num_seqs=4, snapshots=9, num_host_blocks=40),
+    "states on the host": Limits(num_blocks=14, snapshots=4, num_host_blocks=60, num_host_states=9),
+    "few states on the host": Limits(
+        num_blocks=9, snapshots=9, num_host_blocks=40, num_host_states=3, steps_in_flight=3
+    ),
     "states and a window": Limits(num_blocks=14, max_model_len=150, window=20, snapshots=3, prefill_chunk_size=7),
     "paced in vain": Limits(num_blocks=14, max_num_batched_tokens=48, target_itl_ns=1),
 }
@@ -202,7 +206,11 @@ def walk_scheduler(limits: Limits, rng: random.Random, operations: int) -> Check
 
 
 def random_move(scheduler: CheckedScheduler, rng: random.Random) -> None:
-    if scheduler.moves and rng.random() < 0.7:
+    if scheduler.state_moves and rng.random() < 0.3:
+        scheduler.end_state_move(rng.choice(list(scheduler.state_moves)), done=rng.random() < 0.97)
+    elif scheduler.limits.num_host_states and rng.random() < 0.01:
+        scheduler.refuse_state_moves(1)
+    elif scheduler.moves and rng.random() < 0.7:
         scheduler.end_move(rng.choice(list(scheduler.moves)), done=rng.random() < 0.97)
     elif rng.random() < 0.02:
         scheduler.refuse_moves(1)
@@ -224,6 +232,7 @@ def random_limits(rng: random.Random) -> Limits:
     prefix_caching = rng.random() < 0.8
     num_host_blocks = rng.choice([0, 2, 30, 100]) if prefix_caching else 0
     lanes = rng.choice([0, 1, 2, 5]) if num_host_blocks else 0
+    snapshots = rng.choice([0, 1, 5]) if not lanes and rng.random() < 0.4 else None
     return Limits(
         num_blocks=rng.randint(2, 40),
         max_num_seqs=max_num_seqs,
@@ -234,7 +243,8 @@ def random_limits(rng: random.Random) -> Limits:
         prefix_caching=prefix_caching,
         steps_in_flight=rng.randint(1, 4),
         num_host_blocks=num_host_blocks,
-        snapshots=rng.choice([0, 1, 5]) if not lanes and rng.random() < 0.4 else None,
+        snapshots=snapshots,
+        num_host_states=rng.choice([0, 3, 20]) if snapshots is not None and num_host_blocks else 0,
         lanes=lanes,
         layers=rng.randint(1, 4),
         tenants=rng.choice([0, 0, 2, 5]),

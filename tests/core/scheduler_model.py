@@ -13,8 +13,9 @@ from collections.abc import Sequence
 from asyncengine import _core
 
 from .host_model import Move
-from .hybrid_model import JOB_TIMEOUT, HybridModel
+from .hybrid_model import JOB_TIMEOUT
 from .scheduler_state import BLOCK_SIZE, VOCAB, Limits, ModelRequest, ModelSequence, Row, State, Step
+from .stateful_model import StatefulModel, StateMove
 from .tenant_model import Holdings, TenantModel
 
 __all__ = ["VOCAB", "CheckedScheduler", "Limits"]
@@ -36,7 +37,7 @@ COSTS = _core.StepCosts(
 """A step takes 100 ns for each token, 1 ns for each that a token attends to."""
 
 
-class CheckedScheduler(TenantModel, HybridModel):
+class CheckedScheduler(TenantModel, StatefulModel):
     """A native scheduler and its model, side by side; every operation is compared."""
 
     def __init__(self, limits: Limits) -> None:
@@ -51,6 +52,7 @@ class CheckedScheduler(TenantModel, HybridModel):
                 max_model_len=limits.max_model_len,
                 prefix_caching=limits.prefix_caching,
                 num_host_blocks=limits.num_host_blocks,
+                num_host_states=limits.num_host_states,
                 costs=COSTS,
                 targets=_core.ItlTargets(ns=limits.target_itl_ns),
                 hybrid=_core.HybridConfig(lanes=limits.lanes, layers=limits.layers, job_timeout_ns=JOB_TIMEOUT),
@@ -64,7 +66,9 @@ class CheckedScheduler(TenantModel, HybridModel):
         self.kv = [[-1] * BLOCK_SIZE for _ in range(limits.num_blocks)]
         self.host = [[-1] * BLOCK_SIZE for _ in range(limits.num_host_blocks)]
         self.states: list[list[int]] = [[-1]] * (limits.max_num_seqs + (limits.snapshots or 0))  # by state slot
+        self.host_states: list[list[int]] = [[-1]] * limits.num_host_states
         self.moves: dict[int, list[Move]] = {}  # by transfer
+        self.state_moves: dict[int, StateMove] = {}  # likewise
         self.requests: dict[int, ModelRequest] = {}
         self.flight: deque[Step] = deque()
         self.next_id = 0
@@ -134,7 +138,7 @@ class CheckedScheduler(TenantModel, HybridModel):
         if planned is None:
             self._preempt([], running, waiting, holdings)
             full = len(self.flight) == self.limits.steps_in_flight
-            moves = self.moves or self.native.loading or self._hosted()
+            moves = self.moves or self.state_moves or self.native.loading or self._hosted()
             assert full or self.flight or moves or not self.requests, "nothing runs, though there is work"
         else:
             rows = [self._row(*row) for row in planned[0]]
@@ -280,7 +284,7 @@ class CheckedScheduler(TenantModel, HybridModel):
             self.saw["copy"] += 1
         touched: set[tuple[int, int]] = set()
         on_device = [row for row in step.rows if not row.lane]
-        step.snapshots = self._copy_states()
+        self._copy_states(step)
         replaced, let_go = [], []
         for row in on_device:
             replaced += self._replaced(row)
@@ -310,28 +314,6 @@ class CheckedScheduler(TenantModel, HybridModel):
             return []  # begins with a block of its own
         first = row.context_len // BLOCK_SIZE
         return [old for old, new in zip(before[first:], row.blocks[first:], strict=False) if old != new]
-
-    def _copy_states(self) -> list[int]:
-        """Copies of states have no order among each other; returns the snapshots among their targets."""
-        copies = self.native.state_copies
-        sources, targets = ({pair[i] for pair in copies} for i in range(2))
-        assert len(targets) == len(copies), "two copies into one state"
-        assert not sources & targets, "a copy reads what another writes"
-        for source, target in copies:
-            self.states[target] = [] if source < 0 else self.states[source]
-            snapshot = target >= self.limits.max_num_seqs
-            self.saw["snapshot" if snapshot else "reset" if source < 0 else "restored state"] += 1
-        return [target for target in targets if target >= self.limits.max_num_seqs]
-
-    def _check_holders(self) -> None:
-        super()._check_holders()
-        if self.limits.snapshots is None:
-            return
-        stats = self.native.stats
-        written = {state for step in self.flight for state in step.snapshots}
-        forking = sum(len(request.sequences) > 1 for request in self.requests.values())
-        assert stats["num_snapshots"] == self.limits.snapshots >= stats["cached_snapshots"]
-        assert len(written) <= stats["pinned_snapshots"] <= len(written) + forking
 
     def _is_forked(self, row: Row) -> bool:
         """The new sequence begins with blocks of its sibling."""

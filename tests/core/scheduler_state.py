@@ -30,6 +30,7 @@ class Limits:
     tenants: int = 0  # whose requests come; 0: those of none
     window: int = 0  # tokens that every layer sees; 0: all
     snapshots: int | None = None  # of states, for which there is room; None: layers keep none
+    num_host_states: int = 0
 
     @property
     def longest(self) -> int:
@@ -166,4 +167,5 @@ class Step:
     held: list[int]  # blocks that copies replaced, or that are seen no more: kept until the step has retired
     written: set[int]
     snapshots: list[int] = field(default_factory=list)  # state slots that it writes, beside those of its rows
+    begun_with: list[int] = field(default_factory=list)  # state slots of snapshots that it reads
     lanes: list[tuple[int, ModelSequence]] = field(default_factory=list)  # stage and host row

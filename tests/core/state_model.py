@@ -24,6 +24,8 @@ class CheckedStates:
         self.pins: dict[int, int] = {}
         self.chains: dict[int, int] = {}  # by snapshot
         self.steps: dict[int, int] = {}  # by snapshot: the last that read it
+        self.orders: dict[int, int] = {}  # by snapshot: when it was last given back, and not in its place
+        self.retired = 0
         self.operations = 0
         self.saw: Counter[str] = Counter()  # how often the interesting things came up
 
@@ -41,15 +43,33 @@ class CheckedStates:
             self.pins[state] = 1
         return state
 
+    def take_at_rest(self) -> None:
+        """Takes one that no step reads which is not over."""
+        self.operations += 1
+        queue = self.worthless or self.known
+        expected = queue[0] if queue and self.steps.get(queue[0], 0) <= self.retired else -1
+        state = self.native.take_at_rest()
+        assert state == expected
+        if state >= 0:
+            queue.pop(0)
+            self.chains.pop(state, None)
+            self.pins[state] = 1
+        self.saw["one at rest" if state >= 0 else "none at rest"] += 1
+
+    def retire(self, step: int) -> None:
+        self.operations += 1
+        self.native.retire(step)
+        self.retired = step
+
     def pin(self, state: int) -> None:
         self.operations += 1
         self.native.pin(state)
         self._pin(state)
 
-    def unpin(self, state: int) -> None:
+    def unpin(self, state: int, *, in_place: bool = False) -> None:
         self.operations += 1
-        self.native.unpin(state)
-        self._unpin(state)
+        self.native.unpin(state, in_place)
+        self._unpin(state, in_place=in_place)
 
     def enter(self, state: int, chain: int) -> None:
         self.operations += 1
@@ -85,13 +105,16 @@ class CheckedStates:
             (self.known if state in self.chains else self.worthless).remove(state)
         self.pins[state] = self.pins.get(state, 0) + 1
 
-    def _unpin(self, state: int) -> None:
+    def _unpin(self, state: int, *, in_place: bool = False) -> None:
         self.pins[state] -= 1
         if self.pins[state]:
             return
         del self.pins[state]
         if state in self.chains:
+            if not in_place:
+                self.orders[state] = self.operations
             self.known.append(state)
+            self.known.sort(key=lambda known: self.orders.get(known, 0))
         else:
             self.worthless.insert(0, state)
 
@@ -113,11 +136,11 @@ def walk_states(num_slots: int, num_snapshots: int, rng: random.Random, operatio
         chain, pinned = rng.randrange(1, 4 * num_snapshots + 4), sorted(states.pins)
         match rng.randrange(12):
             case 0 | 1:
-                states.take(step)
+                states.take(step) if rng.random() < 0.7 else states.take_at_rest()
             case 2 if num_snapshots:
                 states.pin(num_slots + rng.randrange(num_snapshots))
             case 3 | 4 | 5 if pinned:
-                states.unpin(rng.choice(pinned))
+                states.unpin(rng.choice(pinned), in_place=rng.random() < 0.3)
             case 6 | 7 if fresh := [state for state in pinned if state not in states.chains]:
                 states.enter(rng.choice(fresh), chain)
             case 8 if states.chains:
@@ -126,6 +149,7 @@ def walk_states(num_slots: int, num_snapshots: int, rng: random.Random, operatio
                 states.forget(chain)
             case 10:
                 step += 1
+                states.retire(step - rng.randint(1, 3))
             case _:
                 states.find(chain)
         states.check()

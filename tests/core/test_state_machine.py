@@ -98,6 +98,8 @@ class BlockManagerMachine(RuleBasedStateMachine):
 def is_possible(limits: Limits) -> bool:
     if limits.lanes and limits.snapshots is not None:
         return False
+    if limits.num_host_states and (limits.snapshots is None or limits.num_host_blocks == 0):
+        return False
     if limits.num_host_blocks == 0:
         return limits.lanes == 0
     return limits.prefix_caching and limits.max_num_batched_tokens >= limits.max_num_seqs + limits.lanes
@@ -123,6 +125,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             tenants=st.sampled_from([0, 2, 3]),
             window=st.sampled_from([0, 0, 1, 16, 30]),
             snapshots=st.sampled_from([None, None, 0, 1, 4]),
+            num_host_states=st.sampled_from([0, 3, 8]),
         ).filter(is_possible)
     )
     def create(self, limits: Limits) -> None:
@@ -187,6 +190,12 @@ class SchedulerMachine(RuleBasedStateMachine):
     def end_move(self, which: int, done: bool) -> None:
         under_way = list(self.scheduler.moves)
         self.scheduler.end_move(under_way[which % len(under_way)], done)
+
+    @precondition(lambda self: self.scheduler.state_moves)
+    @rule(which=st.integers(0, 3), done=st.sampled_from([True, True, True, False]))
+    def end_state_move(self, which: int, done: bool) -> None:
+        under_way = list(self.scheduler.state_moves)
+        self.scheduler.end_state_move(under_way[which % len(under_way)], done)
 
     @precondition(lambda self: self.scheduler.pending_jobs())
     @rule(which=st.integers(0, 3), done=st.sampled_from([True, True, True, False]))
@@ -276,6 +285,8 @@ def test_scheduler_on_a_random_walk(name: str) -> None:
     if scheduler.limits.snapshots is not None:
         assert saw["reset"]
         assert not scheduler.limits.snapshots or (saw["snapshot"] and saw["restored state"])
+    if scheduler.limits.num_host_states:
+        assert all(saw[what] for what in ("state to the host", "state from the host", "failed move of a state"))
     if scheduler.limits.tenants:
         assert saw["gave way to a tenant"]
 

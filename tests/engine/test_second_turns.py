@@ -117,3 +117,25 @@ def test_the_next_turn_after_preemptions_computes_few_tokens_too(path, drops, ho
             assert await computed(engine, turn) <= len(new) + lacking + 16
 
     asyncio.run(main())
+
+
+@pytest.mark.parametrize("blocks", [512, 100], ids=["blocks stay", "blocks leave"])
+def test_the_next_turn_after_many_others_finds_its_state_on_the_host(path, blocks):
+    """The device has room for four snapshots. Without a host tier the state is lost, though the blocks may be there."""
+    prompts, new = [text(300, 3 + 2 * i) for i in range(9)], text(30, 7)
+
+    async def main(host: int | None) -> tuple[int, int]:
+        room = {"max_num_seqs": 2, "num_kv_blocks": blocks, "max_model_len": 1024, "host_kv_memory_bytes": host}
+        async with engine_of(path, prefill_chunk_size=32, **room) as engine, testing.no_leaks(engine):
+            outputs = []
+            for prompt in prompts:
+                outputs.append(await engine.generate(prompt, greedy(40)))
+                await testing.settle(engine)
+            turn = [*prompts[0], *outputs[0].token_ids, *new]
+            tokens = await computed(engine, turn)
+            return tokens, engine._life.loaded().step_loop.stats()["snapshots_from_host"]
+
+    tokens, moved = asyncio.run(main(1 << 24))
+    assert tokens <= 40 + len(new) + 16
+    assert moved == 1
+    assert asyncio.run(main(None)) == (300 + 40 + len(new), 0)

@@ -18,7 +18,17 @@ from tests.kernels.test_mixers import drawn, make_delta, make_mamba
 from tests.kernels.test_recurrent import Rows, Run
 from tests.models import tiny
 from tests.models.state_spaces import STATE_SPACES
-from tests.runner.stateful_engines import SIZES, check_same, greedy, mixed_jobs, on_cpu, run, saving
+from tests.runner.stateful_engines import (
+    HOST_STATES,
+    SIZES,
+    check_same,
+    greedy,
+    mixed_jobs,
+    on_cpu,
+    run,
+    saving,
+    visit_host,
+)
 
 FAMILIES = ["lfm2", "lfm2-biased", "lfm2-moe", "lfm2-moe-plain", *STATE_SPACES]
 KINDS = ["lfm2", "mamba2", "falcon-h1", "qwen3-next"]
@@ -141,6 +151,26 @@ def test_a_prompt_goes_on_from_a_snapshot(saved, variant):
 
     longer, tokens = asyncio.run(main())
     assert tokens == of_the_cpu(path, longer, 20)
+
+
+@pytest.mark.parametrize("blocks", [64, 9], ids=["blocks stay", "blocks leave"])
+@pytest.mark.parametrize("variant", [kind for kind in KINDS if kind != "mamba2"])
+def test_an_evicted_state_comes_back_from_the_host(saved, variant, blocks):
+    """A model without keys and values has no host tier."""
+    path, _ = saved(variant)
+
+    async def main() -> tuple[list[int], list[int], list[int]]:
+        sizes = {**SIZES, **HOST_STATES, "num_kv_blocks": blocks, "max_model_len": 128}
+        async with make_engine(str(path), **sizes) as engine, testing.no_leaks(engine):
+            assert engine.model_info.num_host_states >= 4, "no states are pinned on the host"
+            found = await visit_host(engine, 75, 20)
+            assert (engine.stats().blocks_from_host > 0) == (blocks == 9)
+            return found
+
+    prompt, first, again = asyncio.run(main())
+    wanted = of_the_cpu(path, prompt, 20)
+    assert first == wanted, f"{variant}: before anything moved"
+    assert again == wanted, f"{variant}: behind the state that came back"
 
 
 @pytest.mark.parametrize("variant", KINDS)

@@ -29,6 +29,7 @@ struct Options {
   int32_t max_samples = 0, max_update_words = 0, max_result_words = 0;
   int32_t num_host_blocks = 0;
   int32_t num_state_slots = 0;  // of a model that lives of its state alone, with snapshots at every block
+  int32_t num_host_states = 0;
   int ranks = 1;
   std::chrono::nanoseconds latency_of_others = 0ns;  // of the ranks but the first
   HybridConfig hybrid = {};
@@ -44,6 +45,7 @@ struct Options {
                    num_host_blocks};
     c.scheduler.hybrid = hybrid;
     c.scheduler.num_state_slots = num_state_slots;
+    c.scheduler.num_host_states = num_host_states;
     c.scheduler.state_snapshot_tokens = c.scheduler.answer_snapshot_tokens = block_size;
     c.clock = clock;
     c.steps_in_flight = steps_in_flight;
@@ -76,6 +78,7 @@ class Engine {
     model_config_.needs = 0xFF;
     model_config_.before_attending = options.before_attending;
     model_config_.num_state_slots = options.num_state_slots;
+    model_config_.num_host_states = options.num_host_states;
     const auto config = options.loop();
     model_ = std::make_unique<SimulatedModel>(device, model_config_, StepLoop::limits(config), options.num_blocks,
                                               options.block_size, options.max_model_len / options.block_size + 1);

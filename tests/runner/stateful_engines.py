@@ -92,3 +92,33 @@ def check_same(got: list[Any], expected: list[Any], jobs: Jobs, case: object) ->
                 f"{case}: job {i} (a prompt of {len(prompt)} tokens, temperature {params.temperature}), sequence {j}: "
                 f"token {place} is {ours[place]} and not {theirs[place]}"
             )
+
+
+async def visit_host(engine: AsyncEngine, length: int, answer: int) -> tuple[list[int], list[int], list[int]]:
+    """Generate for more prompts than there are snapshots, then for the first one once more, whose state and perhaps
+    blocks come from the host by then.
+
+    Returns the first prompt, and its tokens of the first time and of the second time.
+    """
+    step_loop = engine._life.loaded().step_loop
+    prompts = [
+        [(7 * i + j) % tiny.VOCAB_SIZE for i in range(length)] for j in range(step_loop.stats()["num_snapshots"] + 2)
+    ]
+    outputs = []
+    for i, prompt in enumerate(prompts):
+        outputs.append(await engine.generate(prompt, greedy(answer)))
+        for _ in range(1000):
+            if step_loop.stats()["snapshots_to_host"] > i:
+                break
+            await asyncio.sleep(0.01)
+    assert step_loop.stats()["snapshots_to_host"] >= len(prompts), "snapshots must be copied out"
+    again = await engine.generate(prompts[0], greedy(answer))
+    assert [output.usage.cached_tokens for output in outputs] == [0] * len(prompts)
+    assert again.usage.cached_tokens == (length - 1) // 16 * 16, "the state must come from the host"
+    assert step_loop.stats()["snapshots_from_host"] == 1
+    assert step_loop.stats()["failed_transfers"] == 0
+    return prompts[0], list(outputs[0].token_ids), list(again.token_ids)
+
+
+HOST_STATES: dict[str, Any] = {"max_num_seqs": 1, "state_snapshot_tokens": 0, "host_kv_memory_bytes": 1 << 23}
+"""Two snapshots beside the one sequence, and more on the host."""

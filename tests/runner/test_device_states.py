@@ -13,7 +13,17 @@ import pytest
 from asyncengine import testing
 from tests.kernels.simulated_cuda import make_engine
 from tests.models import tiny
-from tests.runner.stateful_engines import SIZES, check_same, greedy, mixed_jobs, on_cpu, run, saving
+from tests.runner.stateful_engines import (
+    HOST_STATES,
+    SIZES,
+    check_same,
+    greedy,
+    mixed_jobs,
+    on_cpu,
+    run,
+    saving,
+    visit_host,
+)
 
 VARIANTS = ["lfm2-moe", "falcon-h1-normed", "qwen3-next-biased"]
 """One of each kind of state; tests/gpu/test_states.py has all families."""
@@ -73,5 +83,21 @@ def test_a_prompt_goes_on_from_a_snapshot(saved, variant):
             second = await engine.generate(longer, greedy(3))
             assert (first.usage.cached_tokens, second.usage.cached_tokens) == (0, 32)
             assert list(second.token_ids) == tiny.followers(model, longer, second.token_ids)
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("blocks", [64, 6], ids=["blocks stay", "blocks leave"])
+def test_an_evicted_state_comes_back_from_the_host(saved, blocks):
+    """Copies out and in on streams of their own: the tokens are those of transformers, also behind the state."""
+    path, model = saved("qwen3.5")
+
+    async def main() -> None:
+        sizes = {**SIZES, **HOST_STATES, "num_kv_blocks": blocks, "max_model_len": 64}
+        async with make_engine(str(path), **sizes) as engine, testing.no_leaks(engine):
+            assert engine.model_info.num_host_states >= 4
+            prompt, first, again = await visit_host(engine, 37, 2)
+            assert first == again == tiny.followers(model, prompt, first)
+            assert (engine.stats().blocks_from_host > 0) == (blocks == 6)
 
     asyncio.run(main())

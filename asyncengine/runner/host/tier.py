@@ -12,8 +12,8 @@ from asyncengine._core import CudaDevice, HostPool
 from asyncengine.config import EngineConfig
 from asyncengine.kernels.cuda.step.moves import move_blocks
 from asyncengine.machine import available_memory
-from asyncengine.runner.loop_config import choose_num_host_blocks
-from asyncengine.runner.state.memory import host_view
+from asyncengine.runner.loop_config import choose_num_host_blocks, choose_num_host_states
+from asyncengine.runner.state.memory import KVCache, host_view
 
 logger = logging.getLogger(__name__)
 
@@ -36,29 +36,53 @@ def _moves(bytes_per_block: int) -> int:
     return max(1, min(64, _TRANSFER_BYTES // bytes_per_block))
 
 
-class HostTier:
-    """Pinned blocks, and what a transfer's graph launches."""
+def _pin_states(pool: HostPool, native: CudaDevice, regions: list[tuple[int, int]], wanted: int) -> int:
+    """Pin states beside the blocks of the pool, or fewer; 0, with a warning, if not even one can be pinned."""
+    bytes_per_state = sum(num_bytes for _, num_bytes in regions)
+    given = min(wanted, int(_MOST_OF_MEMORY * available_memory()) // max(1, bytes_per_state))
+    if given == 0:
+        return 0
+    try:
+        states = pool.pin_states(native, regions, given)
+    except RuntimeError as e:
+        logger.warning("host memory cannot be pinned, so the host tier keeps no states: %s", e)
+        return 0
+    logger.info("host tier of states: %s, %s MiB pinned", f"{states:,}", f"{states * bytes_per_state >> 20:,}")
+    return states
 
-    def __init__(self, pool: HostPool, groups: list[Tensor], gathered: Tensor, lists: list[Tensor]) -> None:
+
+class HostTier:
+    """Pinned blocks and states, and what a transfer's graph launches."""
+
+    def __init__(
+        self,
+        pool: HostPool,
+        groups: list[Tensor],
+        gathered: Tensor,
+        lists: list[Tensor],
+        num_states: int = 0,
+    ) -> None:
         self.pool = pool
+        self.num_states = num_states
         self._groups = groups
         self._gathered = gathered
         self._lists = lists
 
     @classmethod
-    def make(cls, config: EngineConfig, native: CudaDevice, cache: list[Tensor]) -> Self | None:
-        """Make a host tier for the planes of a cache, ``KVCache.groups``; None if none is configured, or nothing can be
-        pinned.
+    def make(cls, config: EngineConfig, native: CudaDevice, cache: KVCache) -> Self | None:
+        """Make a host tier for the blocks and states of a cache; None if none is configured, or nothing can be pinned.
 
         A block of the host has the planes of the block side by side, group after group. Raises ConfigError if the
         configured memory does not hold one transfer.
         """
-        groups = [planes.view(torch.int32) for planes in cache]
+        groups = [planes.view(torch.int32) for planes in cache.groups]
         bytes_per_block = sum(planes[:, 0].nbytes for planes in groups)
         if config.host_kv_memory_bytes is None or bytes_per_block == 0:
             return None
         moves = _moves(bytes_per_block)
-        wanted = choose_num_host_blocks(config, bytes_per_block, groups[0].shape[1], least=moves)
+        regions = cache.state_regions()
+        of_state = sum(num_bytes for _, num_bytes in regions)
+        wanted = choose_num_host_blocks(config, bytes_per_block, groups[0].shape[1], moves, of_state)
         given = min(wanted, int(_MOST_OF_MEMORY * available_memory()) // bytes_per_block)
         try:
             pool = HostPool(native, bytes_per_block, max(moves, given), moves)
@@ -76,13 +100,14 @@ class HostTier:
             f"{pool.num_blocks:,}",
             f"{pool.num_blocks * bytes_per_block >> 20:,}",
         )
+        states = _pin_states(pool, native, regions, choose_num_host_states(config, of_state, bytes_per_block))
         gathered = torch.empty(
             (HostPool.transfers, moves, bytes_per_block // 4), dtype=torch.int32, device=groups[0].device
         )
         pool.set_gathered(gathered.data_ptr())
         words = pool.list_words
         lists = [host_view(pool.list(i), 4 * words, torch.int32) for i in range(HostPool.transfers)]
-        return cls(pool, groups, gathered, lists)
+        return cls(pool, groups, gathered, lists, states)
 
     def enqueue(self, transfer: int) -> None:
         """The kernels of a transfer, between its list and the copies that come before it or after it."""

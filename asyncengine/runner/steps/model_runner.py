@@ -36,7 +36,7 @@ from asyncengine.models.weights.gguf import GgufFormat, GgufTensors
 from asyncengine.models.weights.hub import resolve_model
 from asyncengine.models.weights.shard import Shard
 from asyncengine.models.weights.source import WeightsOfKind, WeightSource
-from asyncengine.runner.loop_config import choose_num_host_blocks, decodes_on_host
+from asyncengine.runner.loop_config import choose_num_host_blocks, choose_num_host_states, decodes_on_host
 from asyncengine.runner.state import kv_scales
 from asyncengine.runner.state import memory as kv_cache
 from asyncengine.runner.state.fingerprint import program_digest
@@ -79,7 +79,12 @@ class LoadedModel:
     """Ranks that hold the model together. ``config`` has the heads and caches of one, and bytes are those of one."""
 
     def info(
-        self, config: EngineConfig, num_blocks: int, num_host_blocks: int = 0, groups: Groups = kv_cache.ONE_GROUP
+        self,
+        config: EngineConfig,
+        num_blocks: int,
+        num_host_blocks: int = 0,
+        num_host_states: int = 0,
+        groups: Groups = kv_cache.ONE_GROUP,
     ) -> ModelInfo:
         bytes_per_block = self.ranks * self.kv_bytes_per_block(config, groups)
         blocks = kv_cache.blocks_per_sequence(config, self.config, self.max_model_len, groups)
@@ -100,6 +105,7 @@ class LoadedModel:
             num_host_kv_blocks=num_host_blocks,
             num_kv_layers=len(self.config.kv_specs),
             num_state_slots=states.num_slots,
+            num_host_states=num_host_states,
             num_snapshots=states.num_snapshots,
             state_bytes=states.state_bytes,
             state_snapshot_tokens=states.snapshot_tokens,
@@ -358,8 +364,10 @@ class CpuModelRunner:
         if isinstance(model, HostRanks):
             model.caches = [other.layers for other in others]
             cache = replace(cache, groups=[group for each in (cache, *others) for group in each.groups])
-        num_host_blocks = choose_num_host_blocks(config, count * loaded.kv_bytes_per_block(config), num_blocks)
-        return cls(loaded.info(config, num_blocks, num_host_blocks, groups), loaded.config, model, cache)
+        of_block, of_state = count * loaded.kv_bytes_per_block(config), kv_cache.state_bytes(loaded.config)
+        host_blocks = choose_num_host_blocks(config, of_block, num_blocks, state_bytes=of_state)
+        host_states = choose_num_host_states(config, of_state, of_block)
+        return cls(loaded.info(config, num_blocks, host_blocks, host_states, groups), loaded.config, model, cache)
 
     def forward(self, batch: StepBatch) -> Answers:
         """Run one step. The result stays alive until the next call: native code may read it by its address."""

@@ -29,20 +29,25 @@ void HostTier::report(Stats& stats) const {
   stats.blocks_to_host = copied_out_;
   stats.blocks_from_host = copied_in_;
   stats.failed_transfers = failed_transfers_;
+  if (states_ != nullptr) states_->report(stats);
   if (disk_ == nullptr) return;
   stats.blocks_to_disk = disk_->written();
   stats.blocks_from_disk = disk_->read_blocks();
   stats.failed_disk_transfers = disk_->failed();
 }
 
-HostTier::Loading HostTier::load(Sequence& sequence, std::span<const int32_t> chain) {
+HostTier::Loading HostTier::load(Sequence& sequence, std::span<const int32_t> chain, uint64_t state) {
   const int32_t device_blocks = blocks_.num_blocks();
   const auto on_host = [&](int32_t id) { return id >= device_blocks; };
   const auto comes = [&](int32_t id) { return on_host(id) && coming_[static_cast<size_t>(id - device_blocks)] != 0; };
-  if (broken() || std::ranges::none_of(chain, on_host)) return Loading::kNothing;
+  if (broken() || (state == 0 && std::ranges::none_of(chain, on_host))) return Loading::kNothing;
   const auto free = std::ranges::find_if(loads_, [](const Load& load) { return load.sequence == nullptr; });
   if (free == loads_.end() || std::ranges::any_of(chain, comes)) return Loading::kLater;
+  if (state != 0 && states_->comes(state)) return Loading::kLater;
+  const int load = state != 0 ? states_->load(state) : -1;
+  if (state != 0 && load < 0) return Loading::kNothing;
   free->sequence = &sequence;
+  free->state = load;
   free->started = free->ended = 0;
   free->cancelled = false;
   // First what is here: it must not be evicted for what comes.
@@ -64,7 +69,9 @@ HostTier::Loading HostTier::load(Sequence& sequence, std::span<const int32_t> ch
 void HostTier::cancel(const Sequence& sequence) {
   if (store_.sequence == &sequence) store_.failed = true;
   const auto load = std::ranges::find(loads_, &sequence, &Load::sequence);
-  if (load != loads_.end()) load->cancelled = true;  // else the disk reads for it, and advance() ends that
+  if (load == loads_.end()) return;  // the disk reads for it, and advance() ends that
+  load->cancelled = true;
+  if (load->state >= 0) states_->cancel(load->state);
 }
 
 bool HostTier::finish_transfer(int i) {
@@ -222,6 +229,8 @@ void HostTier::finish_load(const Transfer& transfer, bool done) {
 }
 
 void HostTier::end(Load& load) {
+  if (load.state >= 0) states_->end(load.state);
+  load.state = -1;
   for (const BlockMove& move : load.moves) {
     blocks_.unpin_host(move.host);
     coming_[static_cast<size_t>(move.host)] = 0;

@@ -15,6 +15,7 @@
 #include "core/stats.h"
 #include "core/tier/block_mover.h"
 #include "core/tier/disk_tier.h"
+#include "core/tier/state_tier.h"
 
 namespace asyncengine {
 
@@ -31,10 +32,13 @@ class HostTier {
   };
   // Without a disk there is no third tier.
   HostTier(const Config& config, BlockManager& blocks, BlockMover& mover, BlockDisk* disk = nullptr);
+  // Snapshots of states go with their blocks.
+  void keep_states(StatePool& states, BlockMover& mover) { states_ = std::make_unique<StateTier>(states, mover); }
+  const StateTier* states() const { return states_.get(); }
 
   // Blocks that transfers out hold, and are about to release.
   int32_t blocks_coming() const { return blocks_coming_; }
-  bool busy() const { return num_transfers_ > 0 || num_loading() > 0 || storing(); }
+  bool busy() const { return num_transfers_ > 0 || num_loading() > 0 || storing() || (states_ != nullptr && states_->busy()); }
 
   // Takes in transfers that are over and starts others. `ended(sequence)` for each load that is over, and
   // `stored(sequence, hosts)` for a store. True: something moved. Of `awake_ns` see TimeLimit::awake().
@@ -43,8 +47,9 @@ class HostTier {
     bool moved = false;
     awake_ns_ = awake_ns;
     for (int i = 0; i < BlockMover::kTransfers; ++i) moved |= finish_transfer(i) | start_transfer(i);
+    if (states_ != nullptr) moved |= states_->advance(awake_ns);
     for (Load& load : loads_) {
-      if (load.sequence == nullptr || !load.over()) continue;
+      if (load.sequence == nullptr || !load.over() || (load.state >= 0 && !states_->over(load.state))) continue;
       end(load);
       ended(*std::exchange(load.sequence, nullptr));
       moved = true;
@@ -60,8 +65,9 @@ class HostTier {
 
   enum class Loading : uint8_t { kNothing, kStarted, kLater };
   // `chain`: the blocks of a prefix, in order, of both kinds. Blocks of the device must be free for those of the host.
+  // `state`: the chain behind them, if its snapshot is on the host alone; 0: it is not to come.
   // kNothing: all are on the device. kLater: some come for another sequence, or too many sequences load.
-  Loading load(Sequence& sequence, std::span<const int32_t> chain);
+  Loading load(Sequence& sequence, std::span<const int32_t> chain, uint64_t state = 0);
   // Copies out the blocks of a sequence that no step in flight touches; meanwhile it waits. At the end stored() gets the host
   // blocks in their order, pinned: copies that were there already, which others may share, and new ones. None: it came to
   // nothing. False: another store is under way, or the host has no room.
@@ -120,6 +126,7 @@ class HostTier {
     std::vector<int32_t> held;     // blocks of the device, in the order of the prefix
     std::vector<BlockMove> moves;  // those of them that come in
     size_t started = 0, ended = 0;
+    int state = -1;                // load of a snapshot, or none
     bool cancelled = false;
     bool over() const { return ended == started && (cancelled || ended == moves.size()); }
   };
@@ -154,6 +161,7 @@ class HostTier {
   BlockManager& blocks_;
   BlockMover& mover_;
   std::unique_ptr<DiskTier> disk_;
+  std::unique_ptr<StateTier> states_;  // null: layers keep none, or none is kept on the host
   std::array<Transfer, BlockMover::kTransfers> transfers_;
   std::array<Load, kLoads> loads_;
   Store store_;

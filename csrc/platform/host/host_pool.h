@@ -5,9 +5,11 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <utility>
 
 #include "core/tier/block_mover.h"
 #include "platform/cuda/pinned_memory.h"
+#include "platform/host/host_states.h"
 
 namespace asyncengine {
 
@@ -29,6 +31,9 @@ class HostPool {
     std::fill_n(reinterpret_cast<int32_t*>(lists_.data()), BlockMover::kTransfers * list_words(), 0);
   }
 
+  // Snapshots of states beside the blocks; null: there are none.
+  void keep_states(std::shared_ptr<HostStates> states) { states_ = std::move(states); }
+  const std::shared_ptr<HostStates>& states() const { return states_; }
   size_t block_bytes() const { return block_bytes_; }
   int32_t num_blocks() const { return num_blocks_; }
   int32_t max_moves() const { return max_moves_; }
@@ -50,6 +55,7 @@ class HostPool {
   int32_t num_blocks_ = 0, max_moves_;
   std::shared_ptr<std::byte[]> memory_;
   PinnedBuffer lists_;
+  std::shared_ptr<HostStates> states_;
   std::byte* gathered_ = nullptr;
 };
 
