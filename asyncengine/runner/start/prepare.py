@@ -56,7 +56,7 @@ def make_steps(
     room = loaded.state_room(config)
     cache = memory.allocate(config, loaded.config, num_blocks, loaded.dtype, ops, loaded.kv_scales, room, groups)
     # The host tier comes later, and its size does not matter here: with one there may be lanes.
-    info = loaded.info(config, num_blocks, 0 if host_rows is None else 1, groups)
+    info = loaded.info(config, num_blocks, 0 if host_rows is None else 1, groups=groups)
     staging = Staging.following(first) if first else Staging(native, step_loop_config(config, info), config.staging)
     buffers = StepBuffers.allocate(staging, config.max_num_seqs, ops.device, reads_only=first is not None)
     lanes = None if host_rows is None else host_rows.lanes(buffers.source.header)
