@@ -64,7 +64,7 @@ def choose_plan(
     """The plan for steps of so many rows and tokens at most; ``float8``: over latents in float8.
 
     float32 is multiplied without tensor cores, in small tiles. A tile of 64 queries of 512 numbers is as much as
-    registers hold in two warp groups; beside latents that become 16 bits there, 32 are.
+    registers hold in two warp groups; with latents that become 16 bits there, 32 are.
     """
     most = 32 if float8 else 64
     if dtype == torch.float32:
@@ -244,8 +244,21 @@ def _latent_kernel(
             key = start + tl.arange(0, N)
             inside = key < end
             block = tl.load(table + key // BLOCK_SIZE, mask=inside, other=0).to(tl.int64)
-            stored = latents + (block * BLOCK_SIZE + key % BLOCK_SIZE)[:, None] * (RANK + ROPE)
+            # The 1 is for the compiler, which otherwise takes each place for a multiple of BLOCK_SIZE, and copies more
+            # numbers at once than vectors of some widths are aligned for.
+            place_of_key = tl.where(inside, block * BLOCK_SIZE + key % BLOCK_SIZE, 1)
+            stored = latents + place_of_key[:, None] * (RANK + ROPE)
             known = tl.load(stored + column[None, :], mask=inside[:, None] & (column < RANK)[None, :], other=0.0)
+            values = known
+            if FLOAT8:
+                # A second load, which differs from that of the keys for it to stay one, lets each have a layout of
+                # its own. A tile of both would go through registers, and the loop would wait for it in each turn.
+                values = tl.load(
+                    stored + column[None, :],
+                    mask=inside[:, None] & (column < RANK)[None, :],
+                    other=0.0,
+                    eviction_policy="evict_first",
+                ).to(query.dtype)
             ends = tl.load(stored + RANK + place[None, :], mask=inside[:, None] & (place < ROPE)[None, :], other=0.0)
             known, ends = known.to(query.dtype), ends.to(query.dtype)
             if FLOAT8:
@@ -261,7 +274,7 @@ def _latent_kernel(
             weight = tl.exp2(score - base[:, None])
             shrink = tl.exp2(peak - base)
             total = total * shrink + tl.sum(weight, 1)
-            acc = acc * shrink[:, None] + dot(weight.to(known.dtype), known, WIDEN)
+            acc = acc * shrink[:, None] + dot(weight.to(values.dtype), values, WIDEN)
             peak = new_peak
 
     if FLOAT8:
