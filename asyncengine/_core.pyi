@@ -380,9 +380,7 @@ class StatePool:
     def take_at_rest(self) -> int: ...  # likewise; -1 also if a step that is not over reads the snapshot
     def retire(self, step: int, /) -> None: ...  # steps up to this one are over
     def pin(self, state: int, /) -> None: ...
-    def unpin(
-        self, state: int, in_place: bool = False
-    ) -> None: ...  # in_place: it keeps its place among the known ones
+    def unpin(self, state: int, in_place: bool = False) -> None: ...  # in_place: it keeps its place in the queue
     def enter(self, state: int, chain: int, /) -> None: ...
     def find(self, chain: int, /) -> int: ...  # state slot of the snapshot behind the chain; -1 if there is none
     def use(self, state: int, step: int, /) -> None: ...

@@ -75,6 +75,16 @@ class ModelInfo:
         return self.device if self.device_index is None else f"{self.device} (cuda:{self.device_index})"
 
     @property
+    def states_in_words(self) -> str:
+        """The room for states, as the start's log tells it; empty if no layer keeps one."""
+        if not self.state_bytes:
+            return ""
+        of_all = f"{self.num_state_slots:,} of {self.state_bytes / 2**20:.1f} MiB"
+        return f"{of_all}, of which {self.num_snapshots:,} are snapshots, kept {self.snapshot_places}" + (
+            f"; {self.num_host_states:,} more on the host" if self.num_host_states else ""
+        )
+
+    @property
     def snapshot_places(self) -> str:
         """The places of a prompt behind which the prefix cache keeps a state, in words."""
         return snapshot_places(self.state_snapshot_tokens)

@@ -191,12 +191,8 @@ def _log_ready(server: HttpServer, engine: Engine, seconds: float) -> None:
         "KV cache: %d tokens, %.1f sequences of the full context of %d tokens",
         info.kv_capacity_tokens, info.kv_capacity_sequences, info.max_model_len,
     )  # fmt: skip
-    if info.state_bytes:
-        logger.info(
-            "states: %d of %.1f MiB, of which %d are snapshots, kept %s; %d more on the host",
-            info.num_state_slots, info.state_bytes / 2**20, info.num_snapshots, info.snapshot_places,
-            info.num_host_states,
-        )  # fmt: skip
+    if info.states_in_words:
+        logger.info("states: %s", info.states_in_words)
     needs_key = bool(server.app.config.api_keys)
     example = example_request(server.url, server.app.model_name, engine, needs_key=needs_key)
     logger.info("ready on %s", server.url)

@@ -45,7 +45,7 @@ class StatefulModel(HybridModel):
         stats = self.native.stats
         written = {state for step in self.flight for state in step.snapshots}
         others = sum(len(request.sequences) > 1 for request in self.requests.values())
-        others += len(self.state_moves) + sum(s.loading for s in self._sequences())
+        others += len(self.state_moves) + len(self.native.loading)
         assert stats["num_snapshots"] == self.limits.snapshots >= stats["cached_snapshots"]
         assert len(written) <= stats["pinned_snapshots"] <= len(written) + others
         assert stats["num_host_snapshots"] == self.limits.num_host_states >= stats["cached_host_snapshots"]

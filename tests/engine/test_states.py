@@ -329,6 +329,7 @@ def test_an_engine_tells_its_snapshots(paths):
                 assert (stats.num_snapshots, stats.state_snapshot_tokens) == (room, every)
                 assert info.state_snapshot_tokens == every
                 assert ("32 tokens within" in info.snapshot_places) == (every > 0)
+                assert f"{room} are snapshots, kept at the end of each prompt" in info.states_in_words
                 assert stats.held == {}
 
     asyncio.run(main())

@@ -49,6 +49,7 @@ class ModelInfo:
     kv_capacity_tokens: int = 1024
     kv_capacity_sequences: float = 4.0
     num_parameters: int = 1_000_000
+    states_in_words: str = "9 of 1.0 MiB, of which 5 are snapshots"
 
 
 class Characters:

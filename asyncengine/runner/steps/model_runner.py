@@ -128,8 +128,8 @@ class LoadedModel:
 
     def state_room(self, config: EngineConfig) -> kv_cache.StateRoom:
         """States that there is room for beside the weights, and the cache of one rank."""
-        on_host = self.device_index is None
-        total = kv_cache.memory_of(torch.device("cpu") if on_host else torch.device("cuda", self.device_index))
+        index, on_host = self.device_index, self.device_index is None
+        total = kv_cache.memory_of(torch.device("cpu") if index is None else torch.device("cuda", index))
         beside = max(0, total - self.mapped_bytes - self.owned_bytes)
         return kv_cache.state_room(config, self.config, self.kv_bytes_per_block(config), beside, on_host=on_host)
 
