@@ -137,8 +137,7 @@ int32_t Admission::deltas_to_begin(int32_t whole, int32_t shared) const {
 }
 
 // Fills window_prefix_ with the blocks [holes, shared) of each window group, and returns how many of them nobody holds. A hole has
-// the number of the full group's block: no row sees it, but kernels may read it beside what they see, and multiply it with 0. The
-// full group has a layer at every place of a block, so that all of it was written, and no NaN is there.
+// the number of the full group's block: no row sees what is there.
 int32_t Admission::find_window_blocks(const Sequence* source, int32_t shared, int32_t holes) {
   int32_t unused = 0;
   for (int32_t group = 0; group < config_.window_groups; ++group) {

@@ -43,7 +43,7 @@ def test_every_statistic_of_the_core_is_told() -> None:
     assert set(snapshot) == named
     assert stats.generation_tokens == 3
     assert stats.host_row_tokens == 0
-    info = SimpleNamespace(block_size=16, num_kv_blocks=64)
+    info = SimpleNamespace(block_size=16, num_kv_blocks=64, kv_bytes_per_sequence=4096)
     engine: Any = SimpleNamespace(engine_stats=lambda: [stats], model_info=info)
     text = Metrics(lambda: engine, lambda: "m", lambda: 0).render().decode()
     for name in HOST_ROWS:
@@ -66,7 +66,8 @@ def test_tokens_of_each_step_are_a_histogram(driver: str) -> None:
     assert total == 50 + 3  # the last token is not computed on
     assert sum(counts) == stats.num_steps == 5
     engine: Any = SimpleNamespace(
-        engine_stats=lambda: [stats], model_info=SimpleNamespace(block_size=16, num_kv_blocks=64)
+        engine_stats=lambda: [stats],
+        model_info=SimpleNamespace(block_size=16, num_kv_blocks=64, kv_bytes_per_sequence=4096),
     )
     lines = Metrics(lambda: engine, lambda: "m", lambda: 0).render().decode().splitlines()
     name = "asyncengine:iteration_tokens_total"
