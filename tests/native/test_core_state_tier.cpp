@@ -41,11 +41,12 @@ class LateMover final : public BlockMover {
   std::array<MoveStatus, kTransfers> status_{};
 };
 
-constexpr int32_t kSlots = 2, kSnapshots = 12;
+constexpr int32_t kStateSlots = 2, kTierSnapshots = 12;
 constexpr int kIn = BlockMover::kTransfers / 2;
 
 struct Tier {
-  explicit Tier(int32_t num_host_states = 40) : states(kSlots, kSlots + kSnapshots), mover(num_host_states), tier(states, mover) {}
+  explicit Tier(int32_t num_host_states = 40)
+      : states(kStateSlots, kStateSlots + kTierSnapshots), mover(num_host_states), tier(states, mover) {}
   int32_t enter(uint64_t chain) {
     const int32_t state = states.take(/*step=*/1);
     CHECK(state >= 0);
