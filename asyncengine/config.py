@@ -162,6 +162,10 @@ class EngineConfig:
     values. 0: none within a prompt. All snapshots take an eighth of the memory beside the weights at most."""
     num_kv_blocks: int | None = None
     """Count of KV blocks; overrides kv_cache_memory_bytes."""
+    window_groups: bool = True
+    """Layers with a window beside layers that see all have blocks of their own, and give back those behind the window.
+    off: every layer keeps all tokens. So it is with a host tier, over ranks, beside layers with a state, and where
+    layers have keys and values of different sizes."""
     enable_prefix_caching: bool = True
     kv_events: bool = False
     """Record which blocks the prefix cache gains and loses, for AsyncEngine.block_changes. Needs

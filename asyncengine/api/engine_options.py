@@ -44,6 +44,7 @@ class EngineOptions(TypedDict, total=False):
     state_dtype: Literal["float32", "bfloat16"]
     state_snapshot_tokens: int | None
     num_kv_blocks: int | None
+    window_groups: bool
     enable_prefix_caching: bool
     kv_events: bool
     host_kv_memory_bytes: int | None

@@ -21,7 +21,7 @@ _FLAGS = (
     "revision", "load_format", "dtype", "model_impl", "trust_remote_code", "quantization",
     "head_quantization", "device",
     "tensor_parallel_size", "max_model_len", "max_num_seqs", "max_num_batched_tokens", "prefill_chunk_size",
-    "block_size", "kv_cache_dtype", "state_dtype", "state_snapshot_tokens", "kv_cache_memory_bytes",
+    "block_size", "kv_cache_dtype", "state_dtype", "state_snapshot_tokens", "window_groups", "kv_cache_memory_bytes",
     "num_kv_blocks", "gpu_memory_utilization",
 )  # fmt: skip
 """Flags of the engine on which the answer depends."""

@@ -40,6 +40,7 @@ from tests.runner.test_hybrid_settings import INFO
 from .test_late_launch import tokens_until_the_first
 
 MODEL = str(bundled_model())
+GEMMA_3 = str(Path(__file__).resolve().parents[2] / "bench/shapes/gemma-3-12b")
 CHAT: Any = [{"role": "user", "content": "Tell me of a fox."}]
 GREEDY = SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True, logprobs=1)
 STEPPED: dict[str, Any] = {"step_driver": "loop", "steps_in_flight": 1}
@@ -327,6 +328,11 @@ async def intervals(**config: Any) -> Any:
         return describe_model(EngineConfig(model=folder, **config), "cpu").state_snapshot_tokens
 
 
+async def sequence_bytes(**config: Any) -> Any:
+    """Return the bytes of keys and values of the longest sequence of a model that mixes windows with layers without."""
+    return describe_model(EngineConfig(model=GEMMA_3, load_format="dummy", **config), "cpu").kv_bytes_per_sequence
+
+
 async def head(**config: Any) -> Any:
     """Return the bytes of the weights of the bundled model, and the format of its head."""
     report = describe_model(EngineConfig(model=MODEL, **config), "cpu")
@@ -433,6 +439,7 @@ CHANGES = {
     "kv_cache_dtype": Change(story, "auto", "fp8"),
     "state_snapshot_tokens": Change(intervals, None, 0),
     "state_dtype": Change(states, "float32", "bfloat16"),
+    "window_groups": Change(sequence_bytes, True, False),
     "num_kv_blocks": Change(fits, 4096, 4),
     "enable_prefix_caching": Change(hits, True, False),
     "kv_events": Change(changes, False, True),

@@ -13,8 +13,6 @@ from typing import Any
 import pytest
 
 from asyncengine import AsyncEngine, SamplingParams, testing
-from asyncengine.runner.state.groups import Groups
-from asyncengine.runner.steps import model_runner
 from asyncengine.text.tokenizer import placeholder_tokenizer
 from tests.models import tiny
 
@@ -51,9 +49,7 @@ def run(path: Path, jobs: Jobs, **config: Any) -> tuple[list[Any], dict[str, int
 
 
 def in_one_group(path: Path, jobs: Jobs, **config: Any) -> list[Any]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(model_runner, "choose_groups", lambda *_: Groups())
-        return run(path, jobs, **config)[0]
+    return run(path, jobs, window_groups=False, **config)[0]
 
 
 def many_jobs() -> Jobs:

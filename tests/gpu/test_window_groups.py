@@ -7,11 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from asyncengine import AsyncEngine, SamplingParams, testing
 from asyncengine.config import EngineConfig
-from asyncengine.runner.state.groups import Groups
 from tests.gpu.test_no_hidden_sync import check_that_launches_never_wait
 from tests.models import tiny
 from tests.runner.stateful_engines import check_same, greedy, mixed_jobs, on_cpu, run, save
@@ -64,11 +62,10 @@ def test_outputs_equal_those_of_the_cpu(saved: Path, expected: Any, name: str) -
         assert stats["num_preemptions"] > 0, "the case must preempt"
 
 
-def test_one_group_and_several_give_the_same_tokens(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_group_and_several_give_the_same_tokens(saved: Path) -> None:
     jobs = [([(5 * j + i) % tiny.VOCAB_SIZE for j in range(150)], greedy(40)) for i in range(3)]
     several, _ = run(on_gpu, saved, jobs, **SIZES)
-    monkeypatch.setattr("asyncengine.runner.cuda_runner.choose_groups", lambda *_: Groups())
-    one, _ = run(on_gpu, saved, jobs, **SIZES)
+    one, _ = run(on_gpu, saved, jobs, **SIZES, window_groups=False)
     check_same(several, one, jobs, saved.name)
 
 
@@ -110,9 +107,7 @@ def test_a_step_in_bfloat16_gives_finite_tokens_of_the_same_begin(saved: Path, k
     jobs = [([(3 * j + i) % tiny.VOCAB_SIZE for j in range(120)], greedy(8)) for i in range(4)]
     config = SIZES | {"dtype": "bfloat16", "kv_cache_dtype": kv_cache_dtype, "batch_invariant": True}
     several, _ = run(on_gpu, saved, jobs, **config)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("asyncengine.runner.cuda_runner.choose_groups", lambda *_: Groups())
-        one, _ = run(on_gpu, saved, jobs, **config)
+    one, _ = run(on_gpu, saved, jobs, **config, window_groups=False)
     check_same(several, one, jobs, (saved.name, kv_cache_dtype))
 
 
@@ -130,17 +125,12 @@ def test_memory_for_blocks_is_that_of_groups(saved: Path) -> None:
     """The cache that a start sizes by itself holds more sequences than one of a block for all layers."""
     sizes: dict[str, Any] = SIZES | {"num_kv_blocks": None, "kv_cache_memory_bytes": 1 << 22}
     sequences = []
-    for choose in (None, lambda *_: Groups()):
-        with pytest.MonkeyPatch.context() as patch:
-            if choose is not None:
-                patch.setattr("asyncengine.runner.cuda_runner.choose_groups", choose)
+    for groups in (True, False):
 
-            async def main() -> float:
-                async with on_gpu(str(saved), **sizes) as engine:
-                    await engine.generate([5] * 100, SamplingParams(max_tokens=2, temperature=0, ignore_eos=True))
-                    free, _ = torch.cuda.mem_get_info()
-                    assert free > 0
-                    return engine.model_info.kv_capacity_sequences
+        async def main(groups: bool = groups) -> float:
+            async with on_gpu(str(saved), **sizes, window_groups=groups) as engine:
+                await engine.generate([5] * 100, SamplingParams(max_tokens=2, temperature=0, ignore_eos=True))
+                return engine.model_info.kv_capacity_sequences
 
-            sequences.append(asyncio.run(main()))
+        sequences.append(asyncio.run(main()))
     assert sequences[0] > 1.2 * sequences[1], sequences

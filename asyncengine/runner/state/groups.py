@@ -60,7 +60,7 @@ def choose_groups(config: EngineConfig, model: ModelConfig, max_model_len: int) 
     specs = model.kv_specs
     windows = [spec.window for spec in specs if spec.window > 0]
     full = len(specs) - len(windows)
-    if not windows or full == 0 or min(windows) >= max_model_len:
+    if not config.window_groups or not windows or full == 0 or min(windows) >= max_model_len:
         return Groups()
     count, window = -(-len(windows) // full), max(windows)
     window_blocks = -(-(window + 2 * config.max_num_batched_tokens) // config.block_size) + 1
