@@ -24,6 +24,10 @@ _FLAGS = (
     "tensor_parallel_size",
 )  # fmt: skip
 """Flags of the engine on which a plan depends."""
+_COMMON = (
+    "dtype", "quantization", "max_model_len", "max_num_seqs", "max_num_batched_tokens", "kv_cache_dtype",
+    "tensor_parallel_size",
+)  # fmt: skip
 _ANY_MEMORY = 1 << 40
 """Memory of a device: bytes of a sequence do not depend on it."""
 
@@ -39,7 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--json", action=argparse.BooleanOptionalAction, default=argparse.SUPPRESS, help="print JSON")
     others = {field.name for field in dataclasses.fields(EngineConfig)} - set(_FLAGS)
-    flags.add_dataclass(parser, EngineConfig, "engine", exclude=others)
+    flags.add_dataclass(parser, EngineConfig, "engine", exclude=others, common=_COMMON)
 
 
 def run(args: argparse.Namespace) -> int:
