@@ -34,10 +34,10 @@ class ModelInfo:
     """Layers that keep keys and values."""
     num_state_slots: int = 0
     """States that there is room for, of sequences and of snapshots; 0: no layer keeps a state."""
-    num_host_states: int = 0
-    """States that the host tier has room for."""
     num_snapshots: int = 0
-    """Snapshots of states among them."""
+    """Snapshots among those states."""
+    num_host_states: int = 0
+    """Snapshots that the host tier has room for, beside these."""
     state_bytes: int = 0
     """Bytes of a state of all layers."""
     state_snapshot_tokens: int = 0

@@ -20,8 +20,7 @@ if TYPE_CHECKING:
 _FLAGS = (
     "revision", "dtype", "quantization", "head_quantization", "max_model_len", "max_num_seqs", "max_num_batched_tokens",
     "block_size", "batch_invariant", "kv_cache_dtype", "state_dtype", "state_snapshot_tokens", "window_groups",
-    "prefill_chunk_size",
-    "tensor_parallel_size",
+    "prefill_chunk_size", "tensor_parallel_size",
 )  # fmt: skip
 """Flags of the engine on which a plan depends."""
 _COMMON = (

@@ -14,8 +14,8 @@ namespace asyncengine {
 // A snapshot on the host is known by the chain of the blocks before it, as one of the device's pool is, and goes with the chain
 // or by least recent use. Both pools may know the same one.
 //
-// What is copied is pinned meanwhile, in both pools. What comes in is written to a snapshot that no step in flight reads, and
-// known to the device's pool when its load ends: a step that begins with it is planned behind that.
+// A snapshot is pinned in both pools while it is copied. A load writes to a snapshot of the device that no step in flight reads.
+// The device's pool knows it when the load ends: a step that begins with it is planned behind that.
 class StateTier {
  public:
   // A block of the mover is the state of all layers in a state slot. A transfer moves one.

@@ -33,4 +33,13 @@ std::shared_ptr<std::byte[]> pin_huge(const CudaDevice& device, size_t bytes, in
   return {memory, memory->data()};
 }
 
+std::shared_ptr<std::byte[]> pin_most(const CudaDevice& device, size_t bytes, int32_t& count, int32_t least) {
+  int error = kCudaErrorMemoryAllocation;
+  for (; count >= least; count /= 2) {
+    auto memory = pin_huge(device, static_cast<size_t>(count) * bytes, error);
+    if (error == kCudaSuccess) return memory;
+  }
+  throw CudaError(device.describe(error, "cudaHostAlloc"));
+}
+
 }  // namespace asyncengine

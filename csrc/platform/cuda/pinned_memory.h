@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstddef>
+#include <cstdint>
 #include <memory>
 #include <optional>
 #include <span>
@@ -52,6 +53,9 @@ inline PinnedBuffer pin(const CudaDevice& device, size_t bytes, int& error) {
 // Pins gigabytes. Threads clear huge pages side by side, which are then pinned where they lie; cudaHostAlloc clears
 // small ones on one thread, and takes ten times as long. cudaHostAlloc is asked where the other way fails.
 std::shared_ptr<std::byte[]> pin_huge(const CudaDevice& device, size_t bytes, int& error);
+// Pins `count` pieces of so many bytes, or half of them, or a quarter, and so on, down to `least`, and sets `count` to how many.
+// Throws CudaError if not even those can be pinned.
+std::shared_ptr<std::byte[]> pin_most(const CudaDevice& device, size_t bytes, int32_t& count, int32_t least);
 
 // The functions below throw CudaError.
 inline PinnedBuffer allocate_pinned(const CudaDevice& device, size_t bytes) {

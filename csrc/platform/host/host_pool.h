@@ -20,13 +20,8 @@ class HostPool {
   // Pins `num_blocks`, or half of them, or a quarter, and so on, down to those of one transfer. Throws
   // CudaError if not even that.
   HostPool(const CudaDevice& device, size_t block_bytes, int32_t num_blocks, int32_t max_moves)
-      : block_bytes_(block_bytes), max_moves_(max_moves) {
-    int error = kCudaErrorMemoryAllocation;
-    for (; error != kCudaSuccess && num_blocks >= max_moves; num_blocks /= 2) {
-      memory_ = pin_huge(device, static_cast<size_t>(num_blocks) * block_bytes, error);
-      num_blocks_ = num_blocks;
-    }
-    if (error != kCudaSuccess) throw CudaError(device.describe(error, "cudaHostAlloc"));
+      : block_bytes_(block_bytes), num_blocks_(num_blocks), max_moves_(max_moves) {
+    memory_ = pin_most(device, block_bytes, num_blocks_, max_moves);
     lists_ = allocate_pinned(device, BlockMover::kTransfers * list_words() * sizeof(int32_t));
     std::fill_n(reinterpret_cast<int32_t*>(lists_.data()), BlockMover::kTransfers * list_words(), 0);
   }
@@ -52,7 +47,7 @@ class HostPool {
 
  private:
   size_t block_bytes_;
-  int32_t num_blocks_ = 0, max_moves_;
+  int32_t num_blocks_, max_moves_;
   std::shared_ptr<std::byte[]> memory_;
   PinnedBuffer lists_;
   std::shared_ptr<HostStates> states_;

@@ -19,14 +19,10 @@ class HostStates {
     size_t bytes_per_slot;
   };
   // Pins `num_states`, or half of them, and so on. Throws CudaError if not even one.
-  HostStates(const CudaDevice& device, std::vector<Layer> layers, int32_t num_states) : layers_(std::move(layers)) {
+  HostStates(const CudaDevice& device, std::vector<Layer> layers, int32_t num_states)
+      : layers_(std::move(layers)), num_states_(num_states) {
     for (const Layer& layer : layers_) state_bytes_ += layer.bytes_per_slot;
-    int error = kCudaErrorMemoryAllocation;
-    for (; error != kCudaSuccess && num_states > 0; num_states /= 2) {
-      memory_ = pin_huge(device, static_cast<size_t>(num_states) * state_bytes_, error);
-      num_states_ = num_states;
-    }
-    if (error != kCudaSuccess) throw CudaError(device.describe(error, "cudaHostAlloc"));
+    memory_ = pin_most(device, state_bytes_, num_states_, /*least=*/1);
   }
 
   const std::vector<Layer>& layers() const { return layers_; }
@@ -37,7 +33,7 @@ class HostStates {
  private:
   std::vector<Layer> layers_;
   size_t state_bytes_ = 0;
-  int32_t num_states_ = 0;
+  int32_t num_states_;
   std::shared_ptr<std::byte[]> memory_;
 };
 

@@ -20,7 +20,7 @@ from asyncengine.kernels.cuda.attention.scores import LOG2_E
 from asyncengine.kernels.cuda.gpu import Gpu
 from asyncengine.kernels.cuda.launch.compiling import kernel
 from asyncengine.kernels.cuda.launch.programmatic import launch_options, must_widen, wait
-from asyncengine.kernels.cuda.rows.tensors import check
+from asyncengine.kernels.cuda.rows.tensors import check, check_strided
 from asyncengine.kernels.cuda.step.tensors import DeviceStep
 from asyncengine.kernels.latent import LatentLayer
 
@@ -151,12 +151,8 @@ def expanded_attention(
     """
     tokens, heads, value_dim = out.shape
     key_dim = layer.up.shape[1] - value_dim
-    for x, shape, name in (
-        (q, (tokens, layer.num_heads, key_dim + layer.rope), "q"),
-        (rows, (tokens, layer.width), "rows"),
-    ):
-        if x.shape != shape or x.dtype != out.dtype or x.stride(-1) != 1:
-            raise ValueError(f"{name} must be {out.dtype} {list(shape)}, got {x.dtype} {list(x.shape)} {x.stride()}")
+    check_strided(q, out.dtype, (tokens, layer.num_heads, key_dim + layer.rope), "q")
+    check_strided(rows, out.dtype, (tokens, layer.width), "rows")
     check(out, q.dtype, (step.num_tokens, layer.num_heads, value_dim), "out")
     check(layer.up, q.dtype, (heads, key_dim + value_dim, layer.rank), "up")
     made = torch.mm(rows[:, : layer.rank], layer.up.view(-1, layer.rank).t())

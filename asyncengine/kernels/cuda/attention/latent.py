@@ -30,7 +30,7 @@ from asyncengine.kernels.cuda.rows.float8_cache import (
     value_inverse,
     value_scale,
 )
-from asyncengine.kernels.cuda.rows.tensors import check, check_dtype, empty_rows
+from asyncengine.kernels.cuda.rows.tensors import check, check_dtype, check_strided, empty_rows
 from asyncengine.kernels.cuda.step.tensors import DeviceStep
 from asyncengine.kernels.latent import LatentLayer
 from asyncengine.kernels.ops import LayerLatentCache
@@ -337,13 +337,9 @@ def latent_attention(
     """
     tokens, heads, latents = step.num_tokens, layer.num_heads, cache.latents
     check_dtype(q, "q")
-    for x, shape, name in (
-        (q, (tokens, heads, layer.rank), "q"),
-        (q_rope, (tokens, heads, layer.rope), "q_rope"),
-        (rows, (tokens, layer.width), "rows"),
-    ):
-        if x.shape != shape or x.dtype != q.dtype or x.stride(-1) != 1:
-            raise ValueError(f"{name} must be {q.dtype} {list(shape)}, got {x.dtype} {list(x.shape)} {x.stride()}")
+    check_strided(q, q.dtype, (tokens, heads, layer.rank), "q")
+    check_strided(q_rope, q.dtype, (tokens, heads, layer.rope), "q_rope")
+    check_strided(rows, q.dtype, (tokens, layer.width), "rows")
     if layer.rank % 8 or layer.rope % 8:
         raise ValueError(f"latents and rotated parts of keys must be of 8s, got {layer.rank} and {layer.rope}")
     check(latents, cached_dtype(q.dtype, cache.scales), (len(latents), latents.shape[1], layer.width), "latents")

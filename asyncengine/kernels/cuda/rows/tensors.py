@@ -26,6 +26,12 @@ def check(x: Tensor, dtype: torch.dtype, shape: tuple[int, ...], name: str) -> N
         )
 
 
+def check_strided(x: Tensor, dtype: torch.dtype, shape: tuple[int, ...], name: str) -> None:
+    """Raise ValueError for a tensor that may be strided, but for its last axis, and is not what is asked for."""
+    if x.shape != shape or x.dtype != dtype or x.stride(-1) != 1:
+        raise ValueError(f"{name} must be {dtype} {list(shape)}, got {x.dtype} {list(x.shape)} {x.stride()}")
+
+
 def gain_dtype(weight: Tensor, x: Tensor) -> torch.dtype:
     """The dtype that the weight of a norm of x is to have: that of x, or float32 if the weight is in float32."""
     return torch.float32 if weight.dtype == torch.float32 else x.dtype
