@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from asyncengine.kernels.cuda.experts.codes import stack_codes
+from asyncengine.kernels.cuda.experts.few_rows import multiply_down, multiply_up
 from asyncengine.kernels.cuda.experts.mix import mix
 from asyncengine.kernels.cuda.experts.plan import FEW_ROWS, tiles_for
 from asyncengine.kernels.cuda.experts.route import choose_experts
@@ -18,6 +19,7 @@ from asyncengine.kernels.cuda.experts.stack import stack_experts
 from asyncengine.kernels.cuda.gpu import H200, INTERPRETER
 from asyncengine.kernels.cuda.linear.formats.base import as_tensor
 from asyncengine.kernels.cuda.linear.grouped import CodedRows
+from asyncengine.kernels.cuda.linear.handle import CudaLinear
 from asyncengine.kernels.experts import choose_experts as choose_plainly
 from asyncengine.kernels.float8 import pack_float8, unpack_float8
 from asyncengine.kernels.grouped import make_grouped, round_to_groups, unpack
@@ -198,6 +200,23 @@ def test_mixtures_are_those_of_plain_operations(device: torch.device, case: str,
         wanted = expected + (before.double() if add else 0)
         tolerance = 1e-5 if dtype == torch.float32 else 2.0**-6
         assert (out.cpu().double() - wanted).abs().max() <= tolerance * wanted.abs().max()
+
+
+def test_few_rows_read_no_codes_behind_the_last(device: torch.device) -> None:
+    """Nine steps of K where eight are on the way at a time: the interpreter refuses to read beside a tensor."""
+    inner, columns, ids = 9 * 1024, 8, torch.tensor([[1, 0]], dtype=torch.int32)
+    weights = [in_mxfp4(torch.empty(columns, inner).fill_(seed)) for seed in (1, 2)]
+    x = random(1, inner, seed=4)
+    each = torch.stack([unpack(weight).double() @ x[0].double() for weight in weights])[ids[0].long()]
+    out, total = torch.empty(2, columns, device=device), torch.empty(1, columns, device=device)
+    rows = stack_codes(weights)
+    coded = CudaLinear(CodedRows(rows.codes.to(device), rows.scales.to(device), rows.fp4), None, 2 * columns)
+    multiply_up(x.to(device), ids.to(device), coded, out=out, activation="none")
+    torch.testing.assert_close(out.cpu().double(), each, rtol=1e-4, atol=1e-3)
+    factors = torch.tensor([[0.25, 0.75]])
+    pairs = x.expand(2, -1).contiguous().to(device)
+    multiply_down(pairs, ids.to(device), factors.to(device), coded, out=total, add=False)
+    torch.testing.assert_close(total.cpu().double(), factors.double() @ each, rtol=1e-4, atol=1e-3)
 
 
 def test_codes_that_no_kernel_reads_are_unpacked() -> None:

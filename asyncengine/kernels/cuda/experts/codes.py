@@ -66,13 +66,16 @@ def load_scales(scales, row, first, K: tl.constexpr, G: tl.constexpr, BK: tl.con
 
 
 @triton.jit
-def load_codes(codes, row, first, K: tl.constexpr, BK: tl.constexpr):
-    """Load the bytes [BN, BK / 2] of the columns from ``first`` on, for rows [BN]; zeros behind the last column."""
+def load_codes(codes, row, first, K: tl.constexpr, BK: tl.constexpr, EVEN: tl.constexpr):
+    """Load the bytes [BN, BK / 2] of the columns from ``first`` on, for rows [BN]; zeros behind the last column.
+
+    EVEN: no step begins or ends behind the last column, so that nothing is masked.
+    """
     pair = first // 2 + tl.arange(0, BK // 2)
     at = codes + row.to(tl.int64)[:, None] * (K // 2) + pair[None, :]
-    if K % BK:
-        return tl.load(at, mask=(pair < K // 2)[None, :], other=0)
-    return tl.load(at)
+    if EVEN:
+        return tl.load(at)
+    return tl.load(at, mask=(pair < K // 2)[None, :], other=0)
 
 
 @triton.jit

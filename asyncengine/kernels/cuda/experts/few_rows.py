@@ -56,7 +56,7 @@ def _add_coded(acc, codes, scales, row, x, factor, K: tl.constexpr, STEPS: tl.co
         w, scale, xs = (), (), ()
         for i in tl.static_range(HELD):
             at = (first + i) * BK
-            w = w + (load_codes(codes, row, at, K, BK),)
+            w = w + (load_codes(codes, row, at, K, BK, K % (HELD * BK) == 0),)
             scale = scale + (load_scales(scales, row, at, K, G, BK),)
             xs = xs + (tl.load(x + at + k, mask=at + k < K, other=0.0),)
         for i in tl.static_range(HELD):

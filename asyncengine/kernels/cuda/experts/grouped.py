@@ -73,7 +73,7 @@ def _grouped_kernel(
     acc = tl.zeros([BN, BM], tl.float32)
     for done in tl.range(0, K, BK, num_stages=STAGES):
         if G:
-            packed = load_codes(weight, row, done, K, BK)
+            packed = load_codes(weight, row, done, K, BK, K % BK == 0)
             w = decode(packed, load_scales(weight_scale, row, done, K, G, BK), x.dtype.element_ty, FP4)
             inside = (done + k < K)[:, None] & there[None, :]
             acc = _multiply(w, tl.load(from_x + done, mask=inside, other=0.0), acc, WIDEN)
