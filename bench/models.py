@@ -1,6 +1,7 @@
 """Milliseconds per decode step of every shape beside the time to read its bytes once, on this machine.
 
-    python bench/models.py [--model gemma-3-12b] [--batches 1,8,64,256] [--context 256] [--device cpu] [--json FILE]
+    python bench/models.py [--model gemma-3-12b] [--batches 1,8,64,256] [--context 256] [--no-window-groups]
+        [--device cpu] [--json FILE]
 
 The floor of a step is its bytes (weights that its rows touch, keys and values once) over the bandwidth that the card
 reaches in a copy of device memory, measured first. Of a mixture as many experts count as evenly random rows hit. On a
@@ -32,6 +33,7 @@ def main() -> None:
     parser.add_argument("--model", action="append", help=f"a shape or a directory (default: {', '.join(shapes)})")
     parser.add_argument("--batches", default="1,8,64,256", help="rows of the steps (default: %(default)s)")
     parser.add_argument("--context", type=int, default=256, help="tokens that a row of a replay sees")
+    parser.add_argument("--no-window-groups", action="store_true", help="one block table for all layers")
     parser.add_argument("--replays", type=int, default=20, help="of a graph (default: %(default)s)")
     parser.add_argument("--tokens", default="8,32", help="of the two generations on the CPU (default: %(default)s)")
     parser.add_argument("--repeats", type=int, default=3, help="of a measurement, of which the median counts")
@@ -45,7 +47,7 @@ def main() -> None:
         for shape in args.model or shapes:
             with asyncio.Runner(loop_factory=loop_factory()) as runner:
                 try:
-                    results[shape] = runner.run(measure(shape, args))
+                    results[shape] = runner.run(measure(shape, args, window_groups=not args.no_window_groups))
                 except ConfigError as e:  # too large for this card
                     print(f"{shape} is left out: {e}")
     finally:  # what was measured is kept
@@ -53,11 +55,11 @@ def main() -> None:
             save(results, bandwidth, args)
 
 
-async def measure(shape: str, args: argparse.Namespace) -> dict[str, Any]:
+async def measure(shape: str, args: argparse.Namespace, **config: Any) -> dict[str, Any]:
     """Milliseconds by batch, and the bytes of each step."""
     c = read_model(shape)
     args.max_model_len = min(c.max_positions, max(args.max_model_len, args.context))
-    async with opened(shape, args, max_num_seqs=max(args.batches)) as engine:
+    async with opened(shape, args, max_num_seqs=max(args.batches), **config) as engine:
         runs = [await steps(engine, c, args) for _ in range(args.repeats)]
     ms = {batch: report.median([run[batch] for run in runs if batch in run]) for batch in runs[0]}
     # Generations go on from a prompt.
