@@ -160,7 +160,7 @@ FORMS: dict[str, tuple[Callable[[Tensor], PackedWeight], int, int]] = {
     "float8": (pack_float8, 72, 40),
     "mxfp4": (in_mxfp4, 96, 160),
     "int4": (partial(round_to_groups, INT4, size=32, scale_dtype=torch.float16), 96, 160),
-    "int4 in whole rows": (partial(round_to_groups, INT4), 72, 40),
+    "int4 in whole rows": (partial(round_to_groups, INT4), 96, 160),
 }
 
 

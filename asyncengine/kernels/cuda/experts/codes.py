@@ -14,26 +14,39 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from asyncengine.kernels.cuda.linear.decode import fp4, nibbles, scaled_fp4
 from asyncengine.kernels.cuda.linear.formats.base import Matrix, values_and_scale
 from asyncengine.kernels.cuda.linear.grouped import CodedRows
-from asyncengine.kernels.grouped import FP4_NUMBERS, are_alike
+from asyncengine.kernels.grouped import FP4_NUMBERS, are_alike, unpack_nibbles
 from asyncengine.kernels.weight import INT4, PackedWeight
+
+_BYTES = 16
+"""Bytes in a row of which the low halves are columns in a row, and the high halves the columns behind them."""
 
 
 def stays_coded(weights: Sequence[PackedWeight]) -> bool:
     """Return whether the kernels of experts multiply by these weights as they are: int4 with neither offsets nor an
-    order of columns, whose codes stand for whole numbers or for floats."""
+    order of columns, whose codes stand for whole numbers or for floats, in groups of 16 columns or a multiple."""
     first = weights[0]
     if first.format != INT4 or first.tensors.keys() - {"codes", "scales", "table"} or not are_alike(weights):
+        return False
+    if first.in_features % (2 * _BYTES) or first.in_features // first.tensors["scales"].shape[1] % _BYTES:
         return False
     table = first.tensors.get("table")
     return table is None or table.is_meta or table.tolist() == list(FP4_NUMBERS)
 
 
 def stack_codes(weights: Sequence[PackedWeight]) -> CodedRows:
-    """Join weights that stay coded, one below another."""
-    codes, scales = (torch.cat([weight.tensors[name] for weight in weights]) for name in ("codes", "scales"))
+    """Join weights that stay coded, one below another, their codes in the order of the kernels."""
+    codes = torch.cat([_in_halves(weight.tensors["codes"]) for weight in weights])
+    scales = torch.cat([weight.tensors["scales"] for weight in weights])
     return CodedRows(codes, _as_exponents(scales), "table" in weights[0].tensors)
+
+
+def _in_halves(codes: Tensor) -> Tensor:
+    """Bytes uint8 [N, K / 2] of int4, whose low halves are even columns, in the order of ``CodedRows``."""
+    halves = unpack_nibbles(codes).view(len(codes), -1, 2, _BYTES)
+    return (halves[:, :, 0] | halves[:, :, 1] << 4).reshape(codes.shape)
 
 
 def _as_exponents(scales: Tensor) -> Tensor:
@@ -54,47 +67,60 @@ def kernel_operands(weight: Matrix) -> tuple[Tensor, Tensor | None, dict[str, in
 
 
 @triton.jit
-def load_scales(scales, row, first, K: tl.constexpr, G: tl.constexpr, BK: tl.constexpr):
-    """Load the scales [BN, groups] of the columns from ``first`` on, for rows [BN]; zeros behind the last column."""
-    GROUPS: tl.constexpr = BK // G if G < BK and G < K else 1
-    group = first // G + tl.arange(0, GROUPS)
-    at = row.to(tl.int64)[:, None] * (K // G) + group[None, :]
-    scale = tl.load(scales + at, mask=(group < K // G)[None, :], other=0)
-    if scale.dtype == tl.uint8:
-        scale = (scale.to(tl.int32) << 23).to(tl.float32, bitcast=True)
-    return scale.to(tl.float32)
+def load_scales(scales, row, first, K: tl.constexpr, G: tl.constexpr, BK: tl.constexpr, EVEN: tl.constexpr):
+    """Load the scales [BN, BK / 32] of the low halves of ``load_codes`` and those of the high halves."""
+    column = first + tl.arange(0, BK // 32) * 32
+    at = scales + row.to(tl.int64)[:, None] * (K // G)
+    low = _load_inside(at + (column // G)[None, :], (column < K)[None, :], EVEN)
+    high = low
+    if G % 32:
+        high = _load_inside(at + ((column + 16) // G)[None, :], (column < K)[None, :], EVEN)
+    return low, high
 
 
 @triton.jit
 def load_codes(codes, row, first, K: tl.constexpr, BK: tl.constexpr, EVEN: tl.constexpr):
-    """Load the bytes [BN, BK / 2] of the columns from ``first`` on, for rows [BN]; zeros behind the last column.
+    """Load the bytes [BN, BK / 32, 16] of the columns from ``first`` on, for rows [BN]; zeros behind the last column.
 
     EVEN: no step begins or ends behind the last column, so that nothing is masked.
     """
-    pair = first // 2 + tl.arange(0, BK // 2)
-    at = codes + row.to(tl.int64)[:, None] * (K // 2) + pair[None, :]
-    if EVEN:
-        return tl.load(at)
-    return tl.load(at, mask=(pair < K // 2)[None, :], other=0)
+    part = first // 32 + tl.arange(0, BK // 32)
+    within = part[:, None] * 16 + tl.arange(0, 16)[None, :]
+    at = codes + row.to(tl.int64)[:, None, None] * (K // 2) + within[None, :, :]
+    return _load_inside(at, (part < K // 32)[None, :, None], EVEN)
 
 
 @triton.jit
-def _number(code, FP4: tl.constexpr):
-    """The number in float32 that a code below 16 stands for."""
-    code = code.to(tl.int32)
-    if FP4:
-        fraction, power = code & 1, (code >> 1) & 3
-        halves = tl.where(power == 0, fraction, ((2 + fraction) << power) >> 1)
-        return tl.where(code < 8, halves, -halves).to(tl.float32) * 0.5
-    return code.to(tl.float32) - 8.0
+def _load_inside(at, inside, EVEN: tl.constexpr):
+    return tl.load(at) if EVEN else tl.load(at, mask=inside, other=0)
 
 
 @triton.jit
-def decode(packed, scale, dtype: tl.constexpr, FP4: tl.constexpr):
-    """The weights [BN, BK] in ``dtype`` of bytes [BN, BK / 2] and scales [BN, groups]."""
-    BN: tl.constexpr = packed.shape[0]
-    BK: tl.constexpr = 2 * packed.shape[1]
-    GROUPS: tl.constexpr = scale.shape[1]
-    numbers = tl.interleave(_number(packed & 15, FP4), _number(packed >> 4, FP4))
-    w = tl.reshape(numbers, [BN, GROUPS, BK // GROUPS]) * scale[:, :, None]
-    return tl.reshape(w, [BN, BK]).to(dtype)
+def decode(packed, scales, dtype: tl.constexpr, FP4: tl.constexpr, PLAIN: tl.constexpr):
+    """The weights [BN, BK / 32, 16] in ``dtype`` of the low halves and of the high halves, from what ``load_codes`` and
+    ``load_scales`` gave. PLAIN: by operations that the interpreter has."""
+    low_scale, high_scale = scales
+    POWERS: tl.constexpr = low_scale.dtype == tl.uint8
+    if FP4 and POWERS and dtype == tl.bfloat16 and not PLAIN:
+        low_scale, high_scale = _bits_of_power(low_scale, packed), _bits_of_power(high_scale, packed)
+        low, high = scaled_fp4(packed, low_scale, high_scale)
+    else:
+        if FP4:
+            low, high = fp4(packed, PLAIN)
+        else:
+            low, high = nibbles(packed, tl.float16 if dtype == tl.float16 else tl.bfloat16, PLAIN)
+        low, high = _scaled(low, low_scale, dtype), _scaled(high, high_scale, dtype)
+    return low, high
+
+
+@triton.jit
+def _bits_of_power(exponent, packed):
+    """Powers of 2 as bits of bfloat16, one for each byte of ``packed``."""
+    return tl.broadcast_to((exponent.to(tl.int16) << 7)[:, :, None], packed.shape)
+
+
+@triton.jit
+def _scaled(numbers, scale, dtype: tl.constexpr):
+    if scale.dtype == tl.uint8:
+        scale = (scale.to(tl.int32) << 23).to(tl.float32, bitcast=True)
+    return (numbers.to(tl.float32) * scale.to(tl.float32)[:, :, None]).to(dtype)

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from asyncengine.kernels.cuda.experts.codes import decode, kernel_operands, load_codes, load_scales
 from asyncengine.kernels.cuda.experts.epilogue import GATED_KINDS, activate_columns
-from asyncengine.kernels.cuda.launch.compiling import kernel
+from asyncengine.kernels.cuda.launch.compiling import INTERPRETED, kernel
 from asyncengine.kernels.cuda.launch.programmatic import launch_options, start_next, wait
 from asyncengine.kernels.cuda.linear.handle import CudaLinear
 from asyncengine.kernels.cuda.linear.skinny import weight_rows_of
@@ -48,21 +48,37 @@ def _add_products(acc, weight, x, factor, k, K: tl.constexpr, STEPS: tl.constexp
 
 
 @triton.jit
-def _add_coded(acc, codes, scales, row, x, factor, K: tl.constexpr, STEPS: tl.constexpr, HELD: tl.constexpr,
-               BK: tl.constexpr, G: tl.constexpr, FP4: tl.constexpr):  # fmt: skip
-    """``_add_products`` with the weights of rows [BN] in codes."""
-    k = tl.arange(0, BK)
+def _sum_coded(codes, scales, row, x, K: tl.constexpr, STEPS: tl.constexpr, HELD: tl.constexpr, BK: tl.constexpr,
+               G: tl.constexpr, FP4: tl.constexpr, PLAIN: tl.constexpr):  # fmt: skip
+    """[BN, BK / 32, 16]: sums of the products of the weights in codes of rows [BN] with the row at ``x``."""
+    acc = tl.zeros([row.shape[0], BK // 32, 16], tl.float32)
+    EVEN: tl.constexpr = K % (HELD * BK) == 0
+    k = tl.arange(0, BK // 32)[:, None] * 32 + tl.arange(0, 16)[None, :]
     for first in tl.range(0, STEPS, HELD):
-        w, scale, xs = (), (), ()
+        w, scale, lows, highs = (), (), (), ()
         for i in tl.static_range(HELD):
             at = (first + i) * BK
-            w = w + (load_codes(codes, row, at, K, BK, K % (HELD * BK) == 0),)
-            scale = scale + (load_scales(scales, row, at, K, G, BK),)
-            xs = xs + (tl.load(x + at + k, mask=at + k < K, other=0.0),)
+            w = w + (load_codes(codes, row, at, K, BK, EVEN),)
+            scale = scale + (load_scales(scales, row, at, K, G, BK, EVEN),)
+            lows = lows + (tl.load(x + at + k, mask=at + k < K, other=0.0),)
+            highs = highs + (tl.load(x + at + k + 16, mask=at + k < K, other=0.0),)
         for i in tl.static_range(HELD):
-            numbers = decode(w[i], scale[i], x.dtype.element_ty, FP4).to(tl.float32)
-            acc += numbers * (xs[i].to(tl.float32) * factor)[None, :]
+            low, high = decode(w[i], scale[i], x.dtype.element_ty, FP4, PLAIN)
+            acc += low.to(tl.float32) * lows[i].to(tl.float32)[None, :, :]
+            acc += high.to(tl.float32) * highs[i].to(tl.float32)[None, :, :]
     return acc
+
+
+@triton.jit
+def _zeros(BN: tl.constexpr, BK: tl.constexpr, G: tl.constexpr):
+    """Sums of the products of a step, for codes in the shape of ``load_codes``."""
+    return tl.zeros([BN, BK // 32, 16] if G else [BN, BK], tl.float32)
+
+
+@triton.jit
+def _total(acc, G: tl.constexpr):
+    """[BN]: the sums of ``_zeros``, added up."""
+    return tl.sum(tl.sum(acc, 2), 1) if G else tl.sum(acc, 1)
 
 
 @kernel
@@ -84,6 +100,7 @@ def _up_kernel(
     HELD: tl.constexpr,
     ACT: tl.constexpr,
     GATED: tl.constexpr,
+    PLAIN: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """A program is a pair and some columns."""
@@ -93,13 +110,13 @@ def _up_kernel(
     row = weight_rows_of(program, columns, GATED, BN)
     wait(PDL)
     row += tl.load(ids + pair).to(tl.int64) * (columns * (2 if GATED else 1))
-    acc = tl.zeros([BN, BK], tl.float32)
     from_x = x + pair // TOP_K * x_stride
     if G:
-        acc = _add_coded(acc, weight, weight_scale, row, from_x, 1.0, K, (K + BK - 1) // BK, HELD, BK, G, FP4)
+        acc = _sum_coded(weight, weight_scale, row, from_x, K, (K + BK - 1) // BK, HELD, BK, G, FP4, PLAIN)
     else:
+        acc = tl.zeros([BN, BK], tl.float32)
         acc = _add_products(acc, weight + row[:, None] * K, from_x, 1.0, k, K, (K + BK - 1) // BK, HELD, BK)
-    y = tl.sum(acc, 1)[:, None]
+    y = _total(acc, G)[:, None]
     if weight_scale is not None and G == 0:
         y *= tl.load(weight_scale + row)[:, None]
     if bias is not None:
@@ -129,27 +146,27 @@ def _down_kernel(
     BK: tl.constexpr,
     HELD: tl.constexpr,
     ADD: tl.constexpr,
+    PLAIN: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """A program is a row and some columns."""
     start_next(PDL)
     row, program = tl.program_id(0).to(tl.int64), tl.program_id(1)
     k, column = tl.arange(0, BK), program * BN + tl.arange(0, BN)
-    own = tl.minimum(column, columns - 1)
+    inside = tl.minimum(column, columns - 1)
     to = out + row * out_stride + column
     wait(PDL)
     total = tl.zeros([BN], tl.float32)
-    acc = tl.zeros([BN, BK], tl.float32)
+    acc = _zeros(BN, BK, G)
     for i in tl.static_range(TOP_K):
         pair = row * TOP_K + i
-        of_expert = tl.load(ids + pair).to(tl.int64) * columns + own
+        of_expert = tl.load(ids + pair).to(tl.int64) * columns + inside
         factor = tl.load(factors + pair).to(tl.float32)
         at = weight + of_expert[:, None] * K
         if G:
             from_x = x + pair * K
-            acc = _add_coded(
-                acc, weight, weight_scale, of_expert, from_x, factor, K, (K + BK - 1) // BK, HELD, BK, G, FP4
-            )
+            own = _sum_coded(weight, weight_scale, of_expert, from_x, K, (K + BK - 1) // BK, HELD, BK, G, FP4, PLAIN)
+            acc += own * factor
         elif weight_scale is None:
             acc = _add_products(acc, at, x + pair * K, factor, k, K, (K + BK - 1) // BK, HELD, BK)
         else:
@@ -158,7 +175,7 @@ def _down_kernel(
             acc += own_acc * tl.load(weight_scale + of_expert)[:, None]
         if bias is not None:
             total += factor * tl.load(bias + of_expert).to(tl.float32)
-    total += tl.sum(acc, 1)
+    total += _total(acc, G)
     if ADD:
         total += tl.load(to, mask=column < columns, other=0.0).to(tl.float32)
     tl.store(to, total.to(out.dtype.element_ty), mask=column < columns)
@@ -182,8 +199,8 @@ def multiply_up(x: Tensor, ids: Tensor, handle: CudaLinear, *, out: Tensor, acti
     step, tile = _step(inner), 4
     _up_kernel[(pairs, triton.cdiv(columns * (1 + gated), tile))](
         x, ids, weight, handle.bias, out, scale, columns, x.stride(0), K=inner, TOP_K=ids.shape[1], BN=tile, BK=step,
-        HELD=_held(inner, step, tile), ACT=activation, GATED=gated, num_warps=4 if step == 1024 and inner > 2048 else 2,
-        **coding, **launch_options(pdl),
+        HELD=_held(inner, step, tile), ACT=activation, GATED=gated, PLAIN=INTERPRETED,
+        num_warps=4 if step == 1024 and inner > 2048 and not coding["G"] else 2, **coding, **launch_options(pdl),
     )  # fmt: skip
 
 
@@ -196,5 +213,6 @@ def multiply_down(
     step, tile = _step(inner), 4
     _down_kernel[(rows, triton.cdiv(columns, tile))](
         x, ids, factors, weight, handle.bias, out, scale, columns, out.stride(0), K=inner, TOP_K=ids.shape[1],
-        BN=tile, BK=step, HELD=_held(inner, step, tile), ADD=add, num_warps=4, **coding, **launch_options(pdl),
+        BN=tile, BK=step, HELD=_held(inner, step, tile), ADD=add, PLAIN=INTERPRETED, num_warps=4,
+        **coding, **launch_options(pdl),
     )  # fmt: skip

@@ -16,7 +16,7 @@ from asyncengine.kernels.cuda.experts.codes import decode, kernel_operands, load
 from asyncengine.kernels.cuda.experts.epilogue import GATED_KINDS, activate_columns
 from asyncengine.kernels.cuda.experts.plan import Tiles
 from asyncengine.kernels.cuda.experts.sort import SortedPairs
-from asyncengine.kernels.cuda.launch.compiling import kernel
+from asyncengine.kernels.cuda.launch.compiling import INTERPRETED, kernel
 from asyncengine.kernels.cuda.launch.programmatic import launch_options, must_widen, start_next, wait
 from asyncengine.kernels.cuda.linear.handle import CudaLinear
 from asyncengine.kernels.cuda.linear.skinny import weight_rows_of
@@ -54,6 +54,7 @@ def _grouped_kernel(
     ACT: tl.constexpr,
     GATED: tl.constexpr,
     WIDEN: tl.constexpr,
+    PLAIN: tl.constexpr,
     PDL: tl.constexpr,
 ):
     start_next(PDL)
@@ -64,7 +65,9 @@ def _grouped_kernel(
     count = tl.load(tiles + 2 * limit + tile)
     if tile >= tl.load(tiles + 3 * limit):
         return
-    m, k = tl.arange(0, BM), tl.arange(0, BK)
+    m, k = tl.arange(0, BM), tl.arange(0, BK // 2 if G else BK)
+    if G:  # columns of the low halves of codes
+        k = k // 16 * 32 + k % 16
     there = m < count
     pair = tl.load(order + first + m, mask=there, other=0).to(tl.int64)
     row = weight_rows_of(program, columns, GATED, BN) + expert * (columns * (2 if GATED else 1))
@@ -74,9 +77,13 @@ def _grouped_kernel(
     for done in tl.range(0, K, BK, num_stages=STAGES):
         if G:
             packed = load_codes(weight, row, done, K, BK, K % BK == 0)
-            w = decode(packed, load_scales(weight_scale, row, done, K, G, BK), x.dtype.element_ty, FP4)
+            scales = load_scales(weight_scale, row, done, K, G, BK, K % BK == 0)
+            low, high = decode(packed, scales, x.dtype.element_ty, FP4, PLAIN)
             inside = (done + k < K)[:, None] & there[None, :]
-            acc = _multiply(w, tl.load(from_x + done, mask=inside, other=0.0), acc, WIDEN)
+            x_low = tl.load(from_x + done, mask=inside, other=0.0)
+            x_high = tl.load(from_x + done + 16, mask=inside, other=0.0)
+            acc = _multiply(tl.reshape(low, [BN, BK // 2]), x_low, acc, WIDEN)
+            acc = _multiply(tl.reshape(high, [BN, BK // 2]), x_high, acc, WIDEN)
         elif K % BK:
             inside = done + k < K
             w = tl.load(from_weight + done, mask=inside[None, :], other=0.0)
@@ -119,6 +126,6 @@ def multiply_tiles(
     _grouped_kernel[(pairs.limit, programs)](
         x, weight, handle.bias, factors, pairs.order, pairs.tiles, out, scale, pairs.limit, columns, x.stride(0),
         K=x.shape[1], PAIRS_PER_ROW=pairs_per_row, BM=tiles.rows, BN=tiles.columns, BK=tiles.inner,
-        STAGES=tiles.stages, ACT=activation, GATED=gated, WIDEN=must_widen(x.dtype), num_warps=tiles.warps,
-        num_stages=tiles.stages, **coding, **launch_options(pdl),
+        STAGES=tiles.stages, ACT=activation, GATED=gated, WIDEN=must_widen(x.dtype), PLAIN=INTERPRETED,
+        num_warps=tiles.warps, num_stages=tiles.stages, **coding, **launch_options(pdl),
     )  # fmt: skip

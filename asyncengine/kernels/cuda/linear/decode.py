@@ -74,6 +74,56 @@ fma.rn.bf16x2 $1, d, power, zero;
 )
 
 
+def _fp4_of_word(*, scaled: bool) -> str:
+    """Instructions that make numbers of bfloat16 of the floats of 4 bits in the low halves of 4 bytes, $0 and $1, and
+    in the high halves, $2 and $3, times the numbers in $5 to $8 if they are ``scaled``.
+
+    Sign, exponent and fraction move to the sign and to the last places of the exponent of bfloat16, which is greater by
+    126: 0x7e80 is 2^126.
+    """
+    lines = [".reg .b32 t, s, power, zero, w0, w1, w2, w3;", "mov.b32 power, 0x7e807e80; mov.b32 zero, 0x80008000;"]
+    lines += ["prmt.b32 w2, $4, 0, 0x1404; prmt.b32 w3, $4, 0, 0x3424; shl.b32 w0, w2, 4; shl.b32 w1, w3, 4;"]
+    for i in range(4):
+        made = "t" if scaled else f"${i}"
+        lines.append(f"and.b32 s, w{i}, zero; shr.b32 t, w{i}, 6; lop3.b32 t, t, 0x01c001c0, s, 0xea;")
+        lines.append(f"fma.rn.bf16x2 {made}, t, power, zero;")
+        if scaled:
+            lines.append(f"fma.rn.bf16x2 ${i}, t, ${5 + i}, zero;")
+    return f"{{ {' '.join(lines)} }}"
+
+
+_FP4 = tl.constexpr(_fp4_of_word(scaled=False))
+_SCALED_FP4 = tl.constexpr(_fp4_of_word(scaled=True))
+
+
+@triton.jit
+def fp4(packed, PLAIN: tl.constexpr):
+    """The floats of 4 bits in the low and in the high halves of bytes, in bfloat16. PLAIN: see ``nibbles``."""
+    if PLAIN:
+        low, high = _plain_fp4(packed & 15), _plain_fp4(packed >> 4)
+    else:
+        low, high = tl.inline_asm_elementwise(
+            _FP4, "=r,=r,=r,=r,r", [packed], (tl.bfloat16, tl.bfloat16), is_pure=True, pack=4
+        )
+    return low, high
+
+
+@triton.jit
+def _plain_fp4(code):
+    code = code.to(tl.int32)
+    fraction, power = code & 1, (code >> 1) & 3
+    halves = tl.where(power == 0, fraction, ((2 + fraction) << power) >> 1)
+    return tl.where(code < 8, halves, -halves).to(tl.float32) * 0.5
+
+
+@triton.jit
+def scaled_fp4(packed, low, high):
+    """``fp4`` times numbers whose bits, those of bfloat16, are in int16 of the shape of the bytes."""
+    return tl.inline_asm_elementwise(
+        _SCALED_FP4, "=r,=r,=r,=r,r,r,r,r,r", [packed, low, high], (tl.bfloat16, tl.bfloat16), is_pure=True, pack=4
+    )
+
+
 @triton.jit
 def nibbles(packed, dtype: tl.constexpr, PLAIN: tl.constexpr):
     """code - 8 of the low and of the high halves of bytes, in ``dtype``. PLAIN: by operations that any dtype has."""

@@ -80,7 +80,7 @@ class CodedRows:
     """Weights of experts in int4, one below another, as their kernels read them: a row's codes, and its scales."""
 
     codes: Tensor
-    """uint8 [N, K / 2], even columns in the low halves"""
+    """uint8 [N, K / 2]: 16 bytes have 32 columns, the first 16 in their low halves, the others in the high ones"""
     scales: Tensor
     """[N, K / G] in float32 or float16; in uint8 exponents of powers of 2, to which 127 is added"""
     fp4: bool
