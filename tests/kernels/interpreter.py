@@ -10,6 +10,7 @@ import numpy as np
 import torch
 import triton.language as tl
 
+from tests.kernels.bounds import watch
 from tests.kernels.quick_interpreter import quicken
 
 WIDER = {tl.float16: torch.float16, tl.bfloat16: torch.bfloat16, tl.float32: torch.float32}
@@ -26,6 +27,7 @@ def repair_interpreter() -> None:
         changed = interpreter._convert_float, interpreter._patch_lang_tensor, interpreter._patch_lang
         interpreter.unrepaired = *changed, interpreter.InterpreterBuilder.create_dot, interpreter.ReduceOps.min_max
         quicken(interpreter)
+        watch(interpreter)
     convert_float, patch_tensor, patch_language, create_dot, min_max = interpreter.unrepaired
     languages: dict[int, list[Any]] = {}
 
