@@ -1,6 +1,6 @@
 """Measures plans of projections on the card, for models that the package's own table does not know.
 
-    python bench/tune_linear.py [--model DIRECTORY ...] [--rows 1,8] [--quantization fp8] [--likely COUNT] [--out FILE]
+    python bench/tune_linear.py [--model DIRECTORY ...] [--rows 1,8] [--quantization int8] [--likely COUNT] [--out FILE]
 
 Every site of the models' shapes (a projection with what is fused, and a count of rows) is timed by each candidate
 plan, cuBLAS among them; the fastest enters the table at --out, whose other entries stay. Kernels are compiled
@@ -75,7 +75,7 @@ def main() -> None:
     parser.add_argument("--kinds", nargs="+", help="only plans of these kinds, beside cuBLAS and the one that is known")
     parser.add_argument("--likely", type=int, metavar="COUNT", help="of each site only so many plans, the likely ones")
     parser.add_argument("--sites", nargs="+", default=["qkv", "o", "up", "down", "head", "greedy-head"])
-    parser.add_argument("--quantization", choices=("none", "fp8"), default="none")
+    parser.add_argument("--quantization", choices=("none", "fp8", "int8", "int4"), default="none")
     parser.add_argument("--no-pdl", action="store_true")
     parser.add_argument("--out", help="table (default: the one in the user's cache directory, which engines read)")
     parser.add_argument("--json", help="all timings")
@@ -86,11 +86,12 @@ def main() -> None:
         for rows in args.rows.split(",")
         for model in args.model
         for name, site in sorted(
-            sites(model, int(rows), "fp8" if args.quantization == "fp8" else "bf16"), key=lambda named: named[1].add
+            sites(model, int(rows), "bf16" if args.quantization == "none" else args.quantization),
+            key=lambda named: named[1].add,
         )
         if name in args.sites
     ]
-    kinds = args.kinds or ["vector", "skinny", "tiled", "tma"]
+    kinds = args.kinds or ["vector", "skinny", "tiled", "tma", "coded", "direct"]
     plans = {site: [*plans_for(site, kinds, args.likely)] for _, site in named}
     started = time.monotonic()
     print(f"{sum(map(len, plans.values()))} plans of {len(plans)} sites", flush=True)

@@ -125,10 +125,11 @@ for weight in (
                 plan, arrivals = FORMATS[weight.form].pattern(site, L40S), torch.empty(9, dtype=torch.int32)
                 coded_linear(x, weight, plan, out=out, activation="silu_mul", arrivals=arrivals, pdl=True)
 
-weight, plan = matrix(INT4, torch.uint8), Plan("direct", 32, 128, 4, 16, stages=1)
 x, norm = torch.empty(1, 256, dtype=torch.bfloat16), Norm(torch.empty(96, dtype=torch.bfloat16), None, 1e-5)
-prepared = direct_sum(x, weight, plan, out=x[:, :96].contiguous(), norm=norm)
-direct_linear(Unnormed(x, prepared.sums, 1e-5), weight, plan, out=torch.empty(1, 96))
+for weight, tile in (matrix(INT4, torch.uint8), 128), (matrix(INT8, torch.int8, offsets=True), 64):
+    plan = Plan("direct", 32, tile, 4, 16, stages=1)
+    prepared = direct_sum(x, weight, plan, out=x[:, :96].contiguous(), norm=norm)
+    direct_linear(Unnormed(x, prepared.sums, 1e-5), weight, plan, out=torch.empty(1, 96))
 for name, kernel in compiled.items():
     multiply = [word for word in ("wgmma", "mma.sync") if word in kernel.asm["ptx"]]
     print(name.split()[0] + "".join(":" + word for word in multiply))
@@ -138,10 +139,10 @@ for name, kernel in compiled.items():
 def test_products_of_weights_in_codes_compile(tmp_path):
     """``multiply`` has a kernel of one row without tensor cores, one of few rows with them, and one that unpacks
     weights for many. ``coded_linear`` has one kernel, which converts pairs of codes by instructions of its own, and
-    ``direct_linear`` one for int4 and few rows."""
+    ``direct_linear`` one for int4 and int8 and few rows."""
     compiled = run(tmp_path, "-c", GROUPED_PRODUCTS)
     others = ["_product_kernel"] * 4 + ["_product_kernel:mma.sync"] * 4 + ["_unpack_kernel"] * 4
-    assert sorted(compiled) == [*others, *["coded_kernel:mma.sync"] * 9, *["direct_kernel:mma.sync"] * 5]
+    assert sorted(compiled) == [*others, *["coded_kernel:mma.sync"] * 9, *["direct_kernel:mma.sync"] * 10]
 
 
 TMA_PLANS = """

@@ -7,8 +7,9 @@ of its group's products and not to each weight, so that a weight costs two or th
 programs where the weight has too few rows to fill the card; the last of them to end adds the sums up, in the order of
 the splits.
 
-Columns come in tiles of 128. A row of a tile of int4 is 64 bytes, which hold columns 0 to 63 in their low halves and 64
-to 127 in their high ones: so both halves of the bytes meet neighbours in x (see ``in_tiles``).
+A program takes 128 columns at a time. Of int4 these are 64 bytes of a row, which hold columns 0 to 63 in their low
+halves and 64 to 127 in their high ones: so both halves of the bytes meet neighbours in x. Rows of int8 lie in pieces of
+64 bytes (see ``in_tiles``), unless a weight has no tiles.
 """
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call, import-untyped"
 # mypy: disable-error-code="assignment, var-annotated, unreachable, misc"
@@ -51,13 +52,17 @@ def coded_kernel(
     BN: tl.constexpr,
     SPLIT: tl.constexpr,
     STAGES: tl.constexpr,
+    TILED: tl.constexpr,
     ACT: tl.constexpr,
     BIAS: tl.constexpr,
     ADD: tl.constexpr,
     PLAIN: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """A program multiplies BN rows of the weight with BM rows of x, over its share of K. scales are [K / G, N]."""
+    """A program multiplies BN rows of the weight with BM rows of x, over its share of K. scales are [K / G, N].
+
+    TILED: codes are those of ``in_tiles``.
+    """
     start_next(PDL)
     HALF: tl.constexpr = _TILE // 2
     PACKED: tl.constexpr = codes.dtype.element_ty == tl.uint8
@@ -68,8 +73,11 @@ def coded_kernel(
     row = weight_rows_of(program, columns, ACT == "silu_mul", BN)
     all_rows = columns * 2 if ACT == "silu_mul" else columns
     m = block * BM + tl.arange(0, BM)
-    STEP: tl.constexpr = 8 * WIDTH if PACKED else WIDTH
-    from_codes = codes + (at_tiles(row, K) if PACKED else row * K)[:, None] + tl.arange(0, WIDTH)[None, :]
+    STEP: tl.constexpr = 8 * WIDTH if TILED else WIDTH
+    if TILED:
+        from_codes = codes + at_tiles(row, K // 2 if PACKED else K, WIDTH)
+    else:
+        from_codes = codes + row[:, None] * K + tl.arange(0, WIDTH)[None, :]
     from_x = x + tl.minimum(m, rows - 1)[None, :].to(tl.int64) * x_stride + tl.arange(0, WIDTH)[:, None]
     from_scales = scales + row
     first = split * TILES
@@ -152,6 +160,7 @@ def coded_linear(
         torch.empty(size, dtype=torch.float32, device=x.device), arrivals,
         rows, columns, x.stride(0), out.stride(0),
         K=inner, G=weight.group, BM=plan.rows, BN=plan.columns, SPLIT=plan.split, STAGES=plan.stages,
-        ACT=activation or "none", BIAS=bias is not None, ADD=add, PLAIN=INTERPRETED or x.dtype == torch.float32,
+        TILED=weight.tiled, ACT=activation or "none", BIAS=bias is not None, ADD=add,
+        PLAIN=INTERPRETED or x.dtype == torch.float32,
         num_warps=plan.warps, num_stages=plan.stages, **launch_options(pdl),
     )  # fmt: skip

@@ -27,32 +27,33 @@ def nibbles_of_word(word: str, low: tuple[str, str], high: tuple[str, str], *, h
     return " ".join(lines)
 
 
+def bytes_of_word(word: str, first: str, second: str, *, half: bool) -> str:
+    """Instructions that make 4 numbers, in two registers of two, of the 4 bytes of int8 of a word.
+
+    A fraction of bfloat16 has 7 places. Behind 0x43 a byte without its sign is 128 more than its other 7 bits; its sign
+    alone is 128 or, since it reaches the exponent, 256. The difference is the number. A fraction of float16 has 10
+    places: 0x6400 is 1024, to which 128 more than the number is added.
+    """
+    lines = [".reg .b32 a, b;"] + ([f".reg .b32 u; xor.b32 u, {word}, 0x80808080;"] if half else [])
+    source, magic = ("u", "0x64646464") if half else (word, "0x43434343")
+    lines += [f"prmt.b32 {made}, {source}, {magic}, {order};" for made, order in (("a", "0x4140"), ("b", "0x4342"))]
+    if half:
+        lines.append(".reg .b32 less; mov.b32 less, 0xe480e480;")
+        lines += [f"add.rn.f16x2 {made}, {of}, less;" for made, of in ((first, "a"), (second, "b"))]
+        return " ".join(lines)
+    lines.append(".reg .b32 c, d, minus; mov.b32 minus, 0xbf80bf80;")
+    for made, of, sign in ((first, "a", "c"), (second, "b", "d")):
+        lines.append(f"and.b32 {sign}, {of}, 0xff80ff80; and.b32 {of}, {of}, 0xff7fff7f;")
+        lines.append(f"fma.rn.bf16x2 {made}, {sign}, minus, {of};")
+    return " ".join(lines)
+
+
 _FOUR_BYTES = ("$4", ("$0", "$1"), ("$2", "$3"))
 _NIBBLES_BF16 = tl.constexpr(f"{{ {nibbles_of_word(*_FOUR_BYTES, half=False)} }}")
 _NIBBLES_FP16 = tl.constexpr(f"{{ {nibbles_of_word(*_FOUR_BYTES, half=True)} }}")
 
-# A byte in the last places of 2^23 is a float32; 0x4b000080 is 2^23 + 128.
-_BYTES = """{{
-.reg .b32 u, a, b, c, d;
-.reg .f32 p, q, r, s;
-xor.b32 u, $2, 0x80808080;
-prmt.b32 a, u, 0x4b000000, 0x7440;
-prmt.b32 b, u, 0x4b000000, 0x7441;
-prmt.b32 c, u, 0x4b000000, 0x7442;
-prmt.b32 d, u, 0x4b000000, 0x7443;
-mov.b32 p, a;
-mov.b32 q, b;
-mov.b32 r, c;
-mov.b32 s, d;
-sub.f32 p, p, 0f4b000080;
-sub.f32 q, q, 0f4b000080;
-sub.f32 r, r, 0f4b000080;
-sub.f32 s, s, 0f4b000080;
-cvt.rn.{type}.f32 $0, q, p;
-cvt.rn.{type}.f32 $1, s, r;
-}}"""
-_BYTES_BF16 = tl.constexpr(_BYTES.format(type="bf16x2").replace("\n", " "))
-_BYTES_FP16 = tl.constexpr(_BYTES.format(type="f16x2").replace("\n", " "))
+_INT8_BF16 = tl.constexpr(f"{{ {bytes_of_word('$2', '$0', '$1', half=False)} }}")
+_INT8_FP16 = tl.constexpr(f"{{ {bytes_of_word('$2', '$0', '$1', half=True)} }}")
 
 # Exponent and fraction move to the last places of those of bfloat16, whose exponents are greater by 120.
 _FLOAT8_BF16 = tl.constexpr(
@@ -148,9 +149,9 @@ def whole_bytes(codes, dtype: tl.constexpr, PLAIN: tl.constexpr):
     if PLAIN:
         made = codes.to(tl.float32).to(dtype)
     elif INT8 and dtype == tl.bfloat16:
-        made = tl.inline_asm_elementwise(_BYTES_BF16, "=r,=r,r", [codes], tl.bfloat16, is_pure=True, pack=4)
+        made = tl.inline_asm_elementwise(_INT8_BF16, "=r,=r,r", [codes], tl.bfloat16, is_pure=True, pack=4)
     elif INT8:
-        made = tl.inline_asm_elementwise(_BYTES_FP16, "=r,=r,r", [codes], tl.float16, is_pure=True, pack=4)
+        made = tl.inline_asm_elementwise(_INT8_FP16, "=r,=r,r", [codes], tl.float16, is_pure=True, pack=4)
     elif dtype == tl.bfloat16:
         made = tl.inline_asm_elementwise(_FLOAT8_BF16, "=r,=r,r", [codes], tl.bfloat16, is_pure=True, pack=4)
     else:

@@ -1,4 +1,4 @@
-"""Projections by weights in int4 for few rows: codes go from memory to registers, as the tensor cores take them.
+"""Projections by weights in int4 or int8 for few rows: codes go from memory to registers, for the tensor cores.
 
     out = residual + activation(x W^T + bias)
 
@@ -28,25 +28,35 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from asyncengine.kernels.cuda.launch.gluon import GluonKernel
 from asyncengine.kernels.cuda.launch.programmatic import launch_options
-from asyncengine.kernels.cuda.linear.decode import nibbles_of_word
+from asyncengine.kernels.cuda.linear.decode import bytes_of_word, nibbles_of_word
 from asyncengine.kernels.cuda.linear.ends import activate_sums, load_sums, store_norm, store_unnormed_rows
-from asyncengine.kernels.cuda.linear.grouped import TILE, GroupedMatrix
+from asyncengine.kernels.cuda.linear.grouped import TILE_COLUMNS, GroupedMatrix
 from asyncengine.kernels.cuda.linear.plan import Plan
 from asyncengine.kernels.cuda.linear.residual import Unnormed
 from asyncengine.kernels.ops import Activation, Norm
+from asyncengine.kernels.weight import INT4
 
-_TILE = gl.constexpr(TILE)
-_HALVES = " ".join(f"mov.b32 {{${2 * i}, ${2 * i + 1}}}, {made};" for i, made in enumerate(("p", "q", "r", "s")))
+
+def _halves(*registers: str) -> str:
+    """Registers of two numbers become results of one."""
+    return " ".join(f"mov.b32 {{${2 * i}, ${2 * i + 1}}}, {made};" for i, made in enumerate(registers))
 
 
 def _word(*, half: bool) -> gl.constexpr:
-    """A word of codes becomes 8 numbers of 16 bits, four registers of two."""
+    """A word of int4 becomes 8 numbers of 16 bits, four registers of two."""
     made = nibbles_of_word("$8", ("p", "q"), ("r", "s"), half=half)
-    return gl.constexpr(f"{{ .reg .b32 p, q, r, s; {made} {_HALVES} }}")
+    return gl.constexpr(f"{{ .reg .b32 p, q, r, s; {made} {_halves('p', 'q', 'r', 's')} }}")
+
+
+def _bytes(*, half: bool) -> gl.constexpr:
+    """A word of int8 becomes 4 numbers of 16 bits, two registers of two."""
+    made = bytes_of_word("$4", "p", "q", half=half)
+    return gl.constexpr(f"{{ .reg .b32 p, q; {made} {_halves('p', 'q')} }}")
 
 
 _WORD_BF16, _WORD_FP16 = _word(half=False), _word(half=True)
-_EIGHT = gl.constexpr((gl.int16,) * 8)
+_BYTES_BF16, _BYTES_FP16 = _bytes(half=False), _bytes(half=True)
+_FOUR, _EIGHT = gl.constexpr((gl.int16,) * 4), gl.constexpr((gl.int16,) * 8)
 
 
 @gluon.constexpr_function
@@ -95,67 +105,81 @@ def _left(low_register, low_place, high_register, high_place, dtype: gl.constexp
 
 
 @gluon.jit
-def _weights(word, dtype: gl.constexpr, LAYOUT: gl.constexpr):
-    """Left operands of the low and of the high halves of words [W, BN / 16, 2, 32]."""
-    TEXT: gl.constexpr = _WORD_BF16 if dtype == gl.bfloat16 else _WORD_FP16
-    a, b, c, d, e, f, g, h = gl.inline_asm_elementwise(
-        TEXT, "=h,=h,=h,=h,=h,=h,=h,=h,r", [word], dtype=_EIGHT, is_pure=True, pack=1
-    )
-    return _left(a, b, c, d, dtype, LAYOUT), _left(e, f, g, h, dtype, LAYOUT)
+def _weights(word, dtype: gl.constexpr, PER_BYTE: gl.constexpr, LAYOUT: gl.constexpr):
+    """Left operands of words [W, BN / 16, 2, 32]: of int4 those of the low and of the high halves, of int8 one."""
+    if PER_BYTE == 2:
+        TEXT: gl.constexpr = _WORD_BF16 if dtype == gl.bfloat16 else _WORD_FP16
+        a, b, c, d, e, f, g, h = gl.inline_asm_elementwise(
+            TEXT, "=h,=h,=h,=h,=h,=h,=h,=h,r", [word], dtype=_EIGHT, is_pure=True, pack=1
+        )
+        left = (_left(a, b, c, d, dtype, LAYOUT), _left(e, f, g, h, dtype, LAYOUT))
+    else:
+        OF_BYTES: gl.constexpr = _BYTES_BF16 if dtype == gl.bfloat16 else _BYTES_FP16
+        a, b, c, d = gl.inline_asm_elementwise(OF_BYTES, "=h,=h,=h,=h,r", [word], dtype=_FOUR, is_pure=True, pack=1)
+        left = (_left(a, b, c, d, dtype, LAYOUT),)
+    return left
 
 
 @gluon.jit
 def _inputs(pairs, dtype: gl.constexpr, LAYOUT: gl.constexpr):
-    """Right operands [W, 16, BM] for the low and for the high halves, of pairs of x: int32 [W, BM, 2 halves, 4, 2]."""
+    """Right operands [W, 16, BM] for each of ``_weights``, of pairs of x: int32 [W, BM, PER_BYTE, 4, 2]."""
     first, second = gl.inline_asm_elementwise(
         "mov.b32 {$0, $1}, $2;", "=h,=h,r", [pairs], dtype=(gl.int16, gl.int16), is_pure=True, pack=1
     )
     x = gl.permute(gl.join(first, second), (0, 4, 3, 5, 1, 2))
-    x = gl.reshape(x, [pairs.shape[0], 16, pairs.shape[1], 2]).to(dtype, bitcast=True)
-    low, high = gl.split(x)
-    return gl.convert_layout(low, LAYOUT), gl.convert_layout(high, LAYOUT)
+    x = gl.reshape(x, [pairs.shape[0], 16, pairs.shape[1], pairs.shape[2]]).to(dtype, bitcast=True)
+    if pairs.shape[2] == 2:
+        low, high = gl.split(x)
+        right = (gl.convert_layout(low, LAYOUT), gl.convert_layout(high, LAYOUT))
+    else:
+        right = (gl.convert_layout(gl.reshape(x, x.shape[:-1]), LAYOUT),)
+    return right
 
 
 @gluon.jit
-def _load_by_group(values, tile, all_rows, KT: gl.constexpr, G: gl.constexpr, WARPS: gl.constexpr, UNITS: gl.constexpr):
+def _load_by_group(
+    values, tile, all_rows, KT: gl.constexpr, TILE: gl.constexpr, G: gl.constexpr, WARPS: gl.constexpr,
+    UNITS: gl.constexpr,
+):  # fmt: skip
     """Scales or offsets [W, BN] of a step: of each unit, and if a group is half a tile of each half, in order.
 
     ``values`` points to those of the program's rows in the first group, ``tile`` is the first one of each warp.
     """
-    PER_TILE: gl.constexpr = 1 if G >= _TILE else _TILE // G
+    PER_TILE: gl.constexpr = 1 if G >= TILE else TILE // G
     loaded = ()
     for unit in gl.static_range(UNITS):
         for part in gl.static_range(PER_TILE):
-            group = gl.minimum(tile + unit * WARPS, KT - 1) * _TILE // G + part
+            group = gl.minimum(tile + unit * WARPS, KT - 1) * TILE // G + part
             loaded = loaded + (gl.load(values + group[:, None] * all_rows),)
     return loaded
 
 
 @gluon.jit
-def _multiply(words, pairs, scale, shift, acc, ones, dtype: gl.constexpr, G: gl.constexpr, OFFSETS: gl.constexpr):
-    """A tile of K for each warp: words [W, BN / 16, 2, 32, 2, 2], pairs [W, BM, 2, 4, 2, 2, 2], and its scales and
-    offsets."""
+def _multiply(words, pairs, scale, shift, acc, ones, dtype: gl.constexpr, ONE: gl.constexpr, OFFSETS: gl.constexpr):
+    """A tile of K for each warp: words [W, BN / 16, 2, 32, 2, 2], pairs [W, BM, PER_BYTE, 4, 2, 2, 2], and its scales
+    and offsets. ONE: the tile has one of each, and not one for each half."""
     PARTS: gl.constexpr = acc.type.layout
     LEFT: gl.constexpr = gl.DotOperandLayout(0, PARTS, 2)
     RIGHT: gl.constexpr = gl.DotOperandLayout(1, PARTS, 2)
-    ONE: gl.constexpr = G >= _TILE
+    PER_BYTE: gl.constexpr = pairs.shape[2]
     words, pairs = _quarters(words), _quarters(pairs)
     zeros = gl.zeros(acc.shape, gl.float32, PARTS)
     low, high, x_low, x_high = zeros, zeros, zeros, zeros
     for i in gl.static_range(4):
-        w, w_high = _weights(words[i], dtype, LEFT)
-        x, right = _inputs(pairs[i], dtype, RIGHT)
-        low = mma_v2(w, x, low)
-        if ONE:
-            low = mma_v2(w_high, right, low)
-        else:
-            high = mma_v2(w_high, right, high)
-        if OFFSETS:
-            x_low = mma_v2(ones, x, x_low)
+        w, x = _weights(words[i], dtype, PER_BYTE, LEFT), _inputs(pairs[i], dtype, RIGHT)
+        low = mma_v2(w[0], x[0], low)
+        if PER_BYTE == 2:
             if ONE:
-                x_low = mma_v2(ones, right, x_low)
+                low = mma_v2(w[1], x[1], low)
             else:
-                x_high = mma_v2(ones, right, x_high)
+                high = mma_v2(w[1], x[1], high)
+        if OFFSETS:
+            x_low = mma_v2(ones, x[0], x_low)
+            if PER_BYTE == 2:
+                if ONE:
+                    x_low = mma_v2(ones, x[1], x_low)
+                else:
+                    x_high = mma_v2(ones, x[1], x_high)
     acc += low * scale[0].to(gl.float32)[:, :, None]
     if OFFSETS:
         acc += x_low * shift[0].to(gl.float32)[:, :, None]
@@ -184,6 +208,7 @@ def direct_kernel(
     out_stride,
     K: gl.constexpr,
     G: gl.constexpr,
+    PER_BYTE: gl.constexpr,
     BM: gl.constexpr,
     BN: gl.constexpr,
     UNITS: gl.constexpr,
@@ -201,8 +226,8 @@ def direct_kernel(
 ):
     """Grid: blocks of x's rows, programs of BN rows of the weight. x and codes are int32, x_stride is in these.
 
-    A step is UNITS tiles of K for each warp. AHEAD: x of the next step is loaded in this one. HALF: x is float16, and
-    not bfloat16. READS, WRITES, TILES: as in tma.py.
+    PER_BYTE: numbers in a byte of codes, 2 of int4 and 1 of int8. A step is UNITS tiles of K for each warp. AHEAD: x of
+    the next step is loaded in this one. HALF: x is float16, and not bfloat16. READS, WRITES, TILES: as in tma.py.
     """
     if PDL:
         gdc_launch_dependents()
@@ -210,9 +235,11 @@ def direct_kernel(
     GATED: gl.constexpr = FUSED == "silu_mul"
     WIDTH: gl.constexpr = BN // 2 if GATED else BN
     RB: gl.constexpr = BN // 16
-    KT: gl.constexpr = K // _TILE
+    TILE: gl.constexpr = 64 * PER_BYTE
+    KT: gl.constexpr = K // TILE
     STRIDE: gl.constexpr = WARPS * UNITS
-    PER_UNIT: gl.constexpr = 1 if G >= _TILE else 2
+    ONE: gl.constexpr = G >= TILE
+    PER_UNIT: gl.constexpr = 1 if ONE else 2
     THREADS: gl.constexpr = WIDTH // 8
     STORED: gl.constexpr = gl.BlockedLayout([8, 1], [THREADS, 32 // THREADS], [1, WARPS], [0, 1])
     PARTS: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [WARPS, 1, 1], [1, 16, 8])
@@ -221,7 +248,7 @@ def direct_kernel(
     )
     SUMS: gl.constexpr = gl.SliceLayout(0, TOGETHER)
     ROWS: gl.constexpr = gl.SliceLayout(2, PARTS)
-    # Words [W, UNITS, RB, 2 blocks of 8 rows, 128], and pairs of x [W, UNITS, BM, 64].
+    # Words [W, UNITS, RB, 2 blocks of 8 rows, 128], and pairs of x [W, UNITS, BM, TILE / 2].
     WORDS: gl.constexpr = gl.BlockedLayout([1, UNITS, RB, 2, 4], [1, 1, 1, 1, 32], [WARPS, 1, 1, 1, 1], [4, 3, 2, 1, 0])
     PAIRS: gl.constexpr = gl.BlockedLayout([1, UNITS, 1, 8], [1, 1, 8, 4], [WARPS, 1, 1, 1], [3, 2, 1, 0])
     row, program = gl.program_id(0) * BM, gl.program_id(1)
@@ -246,12 +273,12 @@ def direct_kernel(
     tile_of_x = gl.arange(0, WARPS, _along(PAIRS, 0, 4))[:, None, None, None]
     tile_of_x = tile_of_x + gl.arange(0, UNITS, _along(PAIRS, 1, 4))[None, :, None, None] * WARPS
     from_row = gl.minimum(row + gl.arange(0, BM, _along(PAIRS, 2, 4)), rows - 1).to(gl.int64)[None, None, :, None]
-    pair = gl.arange(0, 64, _along(PAIRS, 3, 4))[None, None, None, :]
-    at_x = x + from_row * x_stride + (tile_of_x * 64 + pair)
+    pair = gl.arange(0, TILE // 2, _along(PAIRS, 3, 4))[None, None, None, :]
+    at_x = x + from_row * x_stride + (tile_of_x * (TILE // 2) + pair)
 
     words = gl.load(at_codes, mask=tile < KT, other=0)
-    scale = _load_by_group(scales + weight_row, warp, all_rows, KT, G, WARPS, UNITS)
-    shift = _load_by_group(offsets + weight_row, warp, all_rows, KT, G, WARPS, UNITS) if OFFSETS else scale
+    scale = _load_by_group(scales + weight_row, warp, all_rows, KT, TILE, G, WARPS, UNITS)
+    shift = _load_by_group(offsets + weight_row, warp, all_rows, KT, TILE, G, WARPS, UNITS) if OFFSETS else scale
     ones = gl.full([WARPS, BN, 16], 1.0, dtype, gl.DotOperandLayout(0, PARTS, 2))
     n = column + gl.arange(0, WIDTH, gl.SliceLayout(1, STORED))
     m = row + gl.arange(0, BM, gl.SliceLayout(0, STORED))
@@ -277,22 +304,22 @@ def direct_kernel(
     for first in range(0, KT, STRIDE):
         done = first + STRIDE
         next_words = gl.load(at_codes + done * 128, mask=tile + done < KT, other=0)
-        next_scale = _load_by_group(scales + weight_row, warp + done, all_rows, KT, G, WARPS, UNITS)
+        next_scale = _load_by_group(scales + weight_row, warp + done, all_rows, KT, TILE, G, WARPS, UNITS)
         next_shift = next_scale
         if OFFSETS:
-            next_shift = _load_by_group(offsets + weight_row, warp + done, all_rows, KT, G, WARPS, UNITS)
+            next_shift = _load_by_group(offsets + weight_row, warp + done, all_rows, KT, TILE, G, WARPS, UNITS)
         if AHEAD:
-            next_pairs = gl.load(at_x + done * 64, mask=tile_of_x + done < KT, other=0)
+            next_pairs = gl.load(at_x + done * (TILE // 2), mask=tile_of_x + done < KT, other=0)
         else:
-            pairs = gl.load(at_x + first * 64, mask=tile_of_x + first < KT, other=0)
+            pairs = gl.load(at_x + first * (TILE // 2), mask=tile_of_x + first < KT, other=0)
         own_words = gl.permute(gl.reshape(words, [WARPS, UNITS, RB, 2, 32, 2, 2]), (0, 2, 3, 4, 5, 6, 1))
-        own_pairs = gl.reshape(pairs, [WARPS, UNITS, BM, 2, 4, 2, 2, 2])
+        own_pairs = gl.reshape(pairs, [WARPS, UNITS, BM, PER_BYTE, 4, 2, 2, 2])
         own_pairs = gl.permute(own_pairs, (0, 2, 3, 4, 7, 5, 6, 1))
         own_words, own_pairs = _by_unit(own_words, UNITS), _by_unit(own_pairs, UNITS)
         for unit in gl.static_range(UNITS):
             acc = _multiply(
                 own_words[unit], own_pairs[unit], scale[unit * PER_UNIT : (unit + 1) * PER_UNIT],
-                shift[unit * PER_UNIT : (unit + 1) * PER_UNIT], acc, ones, dtype, G, OFFSETS,
+                shift[unit * PER_UNIT : (unit + 1) * PER_UNIT], acc, ones, dtype, ONE, OFFSETS,
             )  # fmt: skip
         words, scale, shift = next_words, next_scale, next_shift
         if AHEAD:
@@ -325,8 +352,8 @@ def direct_linear(
 ) -> None:
     """out [M, N] = activation(x [M, K] weight^T + bias), or with ``add`` out += that.
 
-    x is bfloat16 or float16, weight is int4 that ``plan`` fits, for silu_mul [2N, K] with the gate's rows first. Rows
-    of x and out may be strided. Raises ValueError if anything does not fit.
+    x is bfloat16 or float16, weight is int4 or int8 in tiles, of the plan's size, for silu_mul [2N, K] with the gate's
+    rows first. Rows of x and out may be strided. Raises ValueError if anything does not fit.
     """
     if isinstance(x, Unnormed):
         if len(x.sums) != 1 or x.sums.shape[2] != len(x.x):
@@ -366,7 +393,8 @@ def _launch(
         x = x.index_select(1, weight.order)
     if x.stride(1) != 1 or x.stride(0) % 2:
         x = x.contiguous()
-    if plan.kind != "direct" or not weight.scales_sums or not plan.fits(columns, inner, gated):
+    known = weight.scales_sums and weight.tiled and plan.inner == TILE_COLUMNS[weight.form]
+    if plan.kind != "direct" or not known or not plan.fits(columns, inner, gated):
         raise ValueError(f"{plan} does not fit {weight.form} {list(weight.shape)} in groups of {weight.group}")
     if x.element_size() != 2 or x.shape[1] != inner or out.shape != (len(x), columns) or out.stride(1) != 1:
         raise ValueError(f"x {x.dtype} {list(x.shape)} and out {out.dtype} {list(out.shape)} do not fit")
@@ -382,9 +410,9 @@ def _launch(
         out if unnormed is None else unnormed.sums,
         0.0 if reads is None else reads.eps,
         len(x), columns, pairs.stride(0), out.stride(0),
-        K=inner, G=weight.group, BM=plan.rows, BN=plan.columns, UNITS=plan.stages, AHEAD=plan.ahead > 0,
-        HALF=x.dtype == torch.float16, FUSED=fused or "none", OFFSETS=weight.offsets is not None,
-        BIAS=bias is not None, ADD=add,
+        K=inner, G=weight.group, PER_BYTE=2 if weight.form == INT4 else 1, BM=plan.rows, BN=plan.columns,
+        UNITS=plan.stages, AHEAD=plan.ahead > 0, HALF=x.dtype == torch.float16, FUSED=fused or "none",
+        OFFSETS=weight.offsets is not None, BIAS=bias is not None, ADD=add,
         READS=0 if reads is None else len(reads.sums), WRITES=0 if writes is None else len(writes.sums),
         TILES=0 if reads is None else reads.sums.shape[1], WARPS=plan.warps,
         num_warps=plan.warps, **launch_options(pdl),

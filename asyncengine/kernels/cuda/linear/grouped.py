@@ -20,7 +20,7 @@ from torch import Tensor
 from asyncengine.kernels.cuda.launch.compiling import kernel
 from asyncengine.kernels.cuda.launch.programmatic import must_widen
 from asyncengine.kernels.grouped import unpack_nibbles
-from asyncengine.kernels.weight import INT4
+from asyncengine.kernels.weight import INT4, INT8
 
 MAX_ROWS = 256
 """Beyond, weights are unpacked for a library's product."""
@@ -28,6 +28,8 @@ DIRECT_ROWS = 32
 """Most rows for which the kernel of direct.py is considered."""
 TILE = 128
 """Columns of the weight that a program decodes at a time."""
+TILE_COLUMNS = {INT4: 128, INT8: 64}
+"""Columns of a tile of ``in_tiles``, by form."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +39,7 @@ class GroupedMatrix:
     form: str
     """a name of kernels/weight.py"""
     codes: Tensor
-    """[N, K / 2] of INT4, in tiles if they fit (see ``in_tiles``), else [N, K]"""
+    """[N, K / 2] of INT4, else [N, K]; of INT4 and INT8 in tiles if these fit (see ``in_tiles``)"""
     scales: Tensor
     """[K / G, N]"""
     offsets: Tensor | None
@@ -58,7 +60,7 @@ class GroupedMatrix:
     @property
     def tiled(self) -> bool:
         """True if the codes are those of ``in_tiles``."""
-        return self.form == INT4 and has_tiles(*self.shape)
+        return has_tiles(self.form, *self.shape)
 
     @property
     def scales_sums(self) -> bool:
@@ -103,28 +105,34 @@ class CodedRows:
         return len(self.codes)
 
 
-def has_tiles(rows: int, columns: int) -> bool:
-    """Return whether ``in_tiles`` has an order for int4 codes of a weight [rows, columns]."""
-    return columns % TILE == 0 and rows % 8 == 0
+def has_tiles(form: str, rows: int, columns: int) -> bool:
+    """Return whether ``in_tiles`` has an order for codes of a weight [rows, columns]."""
+    return form in TILE_COLUMNS and columns % TILE == 0 and rows % 8 == 0
 
 
-def in_tiles(codes: Tensor) -> Tensor:
-    """Bytes uint8 [N, K / 2] of int4, whose low halves are even columns, in tiles of 8 rows and 128 columns; as they
-    are if these do not fill the weight.
+def in_tiles(form: str, codes: Tensor) -> Tensor:
+    """Bytes of codes in tiles of 8 rows and 64 bytes, or as they are if the form has no tiles or these do not fill the
+    weight. Bytes are uint8 [N, K], of INT4 [N, K / 2], whose low halves are even columns.
 
     A tile is 512 bytes: each thread of a warp reads 16, and has what the tensor cores take from it. Thread 4 g + t has
-    of row g the columns 16 t to 16 t + 15 in the low halves of its bytes, and 64 more in the high halves.
+    of row g the columns 16 t to 16 t + 15, of INT4 in the low halves of its bytes, and 64 more in the high halves.
     """
-    if not has_tiles(len(codes), codes.shape[1] * 2):
+    rows, width = codes.shape
+    if not has_tiles(form, rows, 2 * width if form == INT4 else width):
         return codes
-    halves = unpack_nibbles(codes).view(len(codes) // 8, 8, -1, 2, TILE // 2).transpose(1, 2)
-    return (halves[:, :, :, 0] | halves[:, :, :, 1] << 4).reshape(codes.shape)
+    if form == INT4:
+        halves = unpack_nibbles(codes).view(rows, -1, 2, 64)
+        codes = halves[:, :, 0] | halves[:, :, 1] << 4
+    return codes.view(rows // 8, 8, -1, 64).transpose(1, 2).reshape(rows, width)
 
 
 @triton.jit
-def at_tiles(row, K: tl.constexpr):
-    """Places of a row's bytes in its first tile; those of tile i lie 512 i behind (see ``in_tiles``)."""
-    return row // 8 * (4 * K) + row % 8 * 64
+def at_tiles(row, WIDTH: tl.constexpr, COUNT: tl.constexpr):
+    """Places [BN, COUNT] of the first bytes of rows, which have WIDTH; tiles lie 512 apart (see ``in_tiles``)."""
+    byte = tl.arange(0, COUNT)
+    if COUNT > 64:
+        byte = byte // 64 * 512 + byte % 64
+    return (row // 8 * (8 * WIDTH) + row % 8 * 64)[:, None] + byte[None, :]
 
 
 @triton.jit
@@ -140,13 +148,15 @@ def _decode(
     GROUPS: tl.constexpr = BK // G if G < BK else 1
     if codes.dtype.element_ty == tl.uint8:
         if TILED:
-            packed = tl.load(codes + at_tiles(row, K)[:, None] + first * 4 + tl.arange(0, BK // 2)[None, :])
+            packed = tl.load(codes + at_tiles(row, K // 2, BK // 2) + first * 4)
             index = tl.reshape(tl.permute(tl.join(packed & 15, packed >> 4), (0, 2, 1)), [BN, BK]).to(tl.int32)
         else:
             pair = first // 2 + tl.arange(0, BK // 2)
             packed = tl.load(codes + row[:, None] * (K // 2) + pair[None, :], mask=(pair < K // 2)[None, :], other=0)
             index = tl.interleave(packed & 15, packed >> 4).to(tl.int32)
         numbers = index.to(tl.float32) - 8.0 if table is None else tl.load(table + index)
+    elif TILED:
+        numbers = tl.load(codes + at_tiles(row, K, BK) + first * 8).to(tl.float32)
     else:
         k = first + tl.arange(0, BK)
         numbers = tl.load(codes + row[:, None] * K + k[None, :], mask=(k < K)[None, :], other=0.0).to(tl.float32)

@@ -9,7 +9,15 @@ from torch import Tensor
 
 from asyncengine.kernels.cuda.gpu import Gpu
 from asyncengine.kernels.cuda.linear.formats.base import Matrix, Packed, PlainInputs, as_tensor, join_biases
-from asyncengine.kernels.cuda.linear.grouped import DIRECT_ROWS, MAX_ROWS, TILE, GroupedMatrix, in_tiles, multiply
+from asyncengine.kernels.cuda.linear.grouped import (
+    DIRECT_ROWS,
+    MAX_ROWS,
+    TILE,
+    TILE_COLUMNS,
+    GroupedMatrix,
+    in_tiles,
+    multiply,
+)  # fmt: skip
 from asyncengine.kernels.cuda.linear.plan import Plan, Site, WeightKind, round_rows
 from asyncengine.kernels.grouped import CODES, are_alike
 from asyncengine.kernels.ops import Norm
@@ -22,9 +30,9 @@ _RARE_INVARIANT = Plan("cublas", rows=64, fused_norm=False)
 class Grouped(PlainInputs):
     """Implements ``Format`` for matrices of codes.
 
-    ``coded``: the kernel of coded.py multiplies them, up to MAX_ROWS rows, and that of direct.py int4 for few rows of
-    16 bits on cards that have Gluon's kernels. Others, and more rows, are for ``product``, which chooses its kernels
-    itself.
+    ``coded``: the kernel of coded.py multiplies them, up to MAX_ROWS rows, and that of direct.py int4 and int8 for few
+    rows of 16 bits on cards that have Gluon's kernels. Others, and more rows, are for ``product``, which chooses its
+    kernels itself.
     """
 
     needs = "any GPU"
@@ -44,7 +52,7 @@ class Grouped(PlainInputs):
         if not are_alike(weights):
             raise ValueError("weights side by side must have groups, tables and orders of one kind")
         codes = torch.cat([weight.tensors["codes"].view(torch.uint8) for weight in weights])
-        codes = in_tiles(codes) if self._form == INT4 else codes.view(weights[0].tensors["codes"].dtype)
+        codes = in_tiles(self._form, codes).view(CODES[self._form])
         first, rows = weights[0].tensors, [weight.out_features for weight in weights]
         scales, offsets = (_by_group(weights, name) for name in ("scales", "offsets"))
         assert scales is not None
@@ -88,13 +96,16 @@ class Grouped(PlainInputs):
         """K is split until there are programs for the card: several for each multiprocessor where they mostly wait for
         memory, which 4 bits and few rows make them do (bench/log/quantised.md).
 
-        For int4 and few rows each warp has tiles of K of its own, in a step two or four, while there are enough.
+        For few rows of weights in tiles each warp has tiles of K of its own, in a step one or two, while there are
+        enough: as many bytes of int8 as of int4, but half the columns, so that registers have room for two at more
+        rows.
         """
-        if self._kind == INT4 == site.weight and gpu.tma and site.rows <= DIRECT_ROWS:
-            rows, many = max(8, round_rows(site.rows)), site.weight_rows > 64 * gpu.multiprocessors
+        if takes_direct(site, gpu):
+            tile, rows = TILE_COLUMNS[site.weight], max(8, round_rows(site.rows))
+            many = site.weight_rows > 64 * gpu.multiprocessors
             columns, warps = (32, 4) if many else (32 if rows == 32 else 16, 8)
-            units = 2 if rows == 8 and site.inner >= 2 * warps * TILE else 1
-            return Plan("direct", columns, TILE, warps, rows, 1, units, 1, fused_norm=False)
+            units = 2 if rows * tile <= 8 * TILE and site.inner >= 2 * warps * tile else 1
+            return Plan("direct", columns, tile, warps, rows, 1, units, 1, fused_norm=False)
         columns, warps = (32, 2) if 8 < site.rows <= 32 else (64, 4)
         rows = min(64, max(8, round_rows(site.rows)))
         programs = -(-site.weight_rows // columns) * -(-site.rows // rows)
@@ -103,6 +114,12 @@ class Grouped(PlainInputs):
         while 2 * split <= most and programs * split < wanted:
             split *= 2
         return Plan("coded", columns, TILE, warps, rows, split, 3, fused_norm=False)
+
+
+def takes_direct(site: Site, gpu: Gpu) -> bool:
+    """Return whether the kernel of direct.py can multiply the site's weights: they lie in tiles, also those of the gate
+    and of up by themselves."""
+    return gpu.tma and site.weight in TILE_COLUMNS and site.rows <= DIRECT_ROWS and site.columns % 8 == 0
 
 
 def _by_group(weights: Sequence[PackedWeight], name: str) -> Tensor | None:
