@@ -1,0 +1,262 @@
+"""Codes of int4 and int8 in tiles: their order, their conversion, and the part of them that each thread multiplies.
+
+The kernel of direct.py runs on a card alone. Here its threads are imitated: they read, convert and multiply as it does.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from asyncengine.kernels.cuda.gpu import A100, H200
+from asyncengine.kernels.cuda.linear import direct
+from asyncengine.kernels.cuda.linear import ends as endings
+from asyncengine.kernels.cuda.linear.candidates import candidates
+from asyncengine.kernels.cuda.linear.choose import default_plan
+from asyncengine.kernels.cuda.linear.coded import coded_linear
+from asyncengine.kernels.cuda.linear.decode import bytes_of_word, nibbles_of_word
+from asyncengine.kernels.cuda.linear.formats.grouped import Grouped
+from asyncengine.kernels.cuda.linear.formats.registry import format_of
+from asyncengine.kernels.cuda.linear.grouped import TILE_COLUMNS, GroupedMatrix, in_tiles, multiply, unpack
+from asyncengine.kernels.cuda.linear.plan import Plan, Site
+from asyncengine.kernels.grouped import CODES, numbers, unpack_nibbles
+from asyncengine.kernels.grouped import unpack as unpack_packed
+from asyncengine.kernels.weight import INT4, INT8, PackedWeight
+from tests.kernels.gluon_twin import mma, run_in_torch
+from tests.kernels.grouped import random_grouped
+from tests.kernels.ptx import DTYPES, WORD, execute, halves
+from tests.kernels.test_compile import run
+from tests.kernels.twins import assert_within
+
+
+def converted(form: str, words: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Numbers of words int64 [n] by the instructions of decode.py: of int4 [n, 2 halves, 4 bytes], of int8 [n, 1, 4]"""
+    half, low, high = dtype == torch.float16, ("p", "q"), ("r", "s")
+    text = bytes_of_word("word", *low, half=half) if form == INT8 else nibbles_of_word("word", low, high, half=half)
+    made, parts = execute(text, {"word": words}), (low,) if form == INT8 else (low, high)
+    return torch.stack([torch.cat([halves(made[name], dtype).double() for name in part], 1) for part in parts], 1)
+
+
+@pytest.mark.parametrize("dtype", DTYPES.values())
+def test_every_byte_becomes_its_numbers(dtype: torch.dtype) -> None:
+    """Wherever it stands in a word, whatever stands beside it."""
+    codes = torch.stack([torch.arange(256).roll(97 * place) for place in range(4)], 1)
+    words = (codes << 8 * torch.arange(4)).sum(1)
+    assert torch.equal(converted(INT8, words, dtype)[:, 0], codes.to(torch.uint8).view(torch.int8).double())
+    of_halves = torch.stack((codes & 15, codes >> 4), 1) - 8
+    assert torch.equal(converted(INT4, words, dtype), of_halves.double())
+
+
+def packed(weights: list[PackedWeight]) -> GroupedMatrix:
+    made = Grouped(weights[0].format).pack(weights, [None] * len(weights)).weight
+    assert isinstance(made, GroupedMatrix)
+    return made
+
+
+@pytest.mark.parametrize("form", [INT4, INT8])
+def test_tiles_are_a_permutation(form: str) -> None:
+    """Every code of 8 rows and a tile's columns lies in its 512 bytes. Weights that fill no tiles stay as they are."""
+    width, span = (256, TILE_COLUMNS[form]) if form == INT8 else (128, TILE_COLUMNS[form] // 2)
+    codes = torch.randint(256, (16, width), generator=torch.Generator().manual_seed(1)).to(torch.uint8)
+
+    def of_bytes(part: torch.Tensor) -> torch.Tensor:
+        return (part if form == INT8 else unpack_nibbles(part)).flatten().sort()[0]
+
+    tiles = in_tiles(form, codes).view(2, width // span, 512)
+    for block in range(2):
+        for tile in range(width // span):
+            of_tile = codes[block * 8 : block * 8 + 8, tile * span : tile * span + span]
+            assert torch.equal(of_bytes(tiles[block, tile]), of_bytes(of_tile))
+    for part in (codes[:12], codes[:, : width // 4].contiguous()):
+        assert in_tiles(form, part) is part
+
+
+LANE = torch.arange(32)
+GROUP, THREAD = LANE // 4, LANE % 4
+"""Places of a lane in an operand: its row and its columns."""
+
+
+def left_operand(numbers: torch.Tensor) -> torch.Tensor:
+    """An operand [16, 16] of mma.m16n8k16, of the numbers of each lane: [2 blocks of 8 rows, 32, 4]."""
+    made = torch.full((16, 16), torch.nan, dtype=torch.float64)
+    for block in range(2):
+        for number in range(4):
+            made[block * 8 + GROUP, number // 2 * 8 + THREAD * 2 + number % 2] = numbers[block, :, number]
+    return made
+
+
+def right_operand(numbers: torch.Tensor) -> torch.Tensor:
+    """The other operand [16, 8], of the numbers of each lane: [32, 4]."""
+    made = torch.full((16, 8), torch.nan, dtype=torch.float64)
+    for number in range(4):
+        made[number // 2 * 8 + THREAD * 2 + number % 2, GROUP] = numbers[:, number]
+    return made
+
+
+@pytest.mark.parametrize("dtype", DTYPES.values())
+@pytest.mark.parametrize("form", [INT4, INT8])
+def test_the_bytes_of_a_thread_are_its_part_of_the_operands(form: str, dtype: torch.dtype) -> None:
+    """A warp multiplies 16 rows of a weight with 8 rows of x, tile by tile, with no number of another thread."""
+    weight = random_grouped(form, 16, 256, 256)
+    codes = packed([weight]).codes.view(torch.uint8).flatten()
+    x = torch.randint(-8, 8, (8, 256), generator=torch.Generator().manual_seed(1)).double()
+    tile, acc = TILE_COLUMNS[form], torch.zeros(16, 8, dtype=torch.float64)
+    tiles = 256 // tile
+    for i in range(tiles):
+        loads = []
+        for block in range(2):
+            at = (block * tiles + i) * 512 + LANE * 16
+            loads.append(codes[at[:, None] + torch.arange(16)].view(torch.int32).long() & WORD)  # 4 words of a lane
+        for word in range(4):
+            made = torch.stack([converted(form, load[:, word], dtype) for load in loads])
+            for part in range(made.shape[2]):
+                columns = i * tile + part * 64 + THREAD[:, None] * 16 + word * 4 + torch.arange(4)
+                acc += left_operand(made[:, :, part]) @ right_operand(x[GROUP[:, None], columns])
+    assert torch.equal(acc, numbers(weight).double() @ x.T)
+
+
+SHAPES = {"tiles": (40, 512), "rows without tiles": (36, 512), "columns without tiles": (40, 192)}
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"form": INT4, "group": 64, "offsets": True},
+        {"form": INT8, "group": 64, "offsets": True},
+        {"form": INT8, "group": 0, "dtype": torch.float16, "order": True},
+    ],
+    ids=["int4", "int8", "int8 by rows"],
+)
+def test_every_reader_finds_the_codes(settings: dict[str, Any], shape: str, device: torch.device) -> None:
+    """Two weights side by side are unpacked, multiplied plainly, and by the kernel of coded.py if it may."""
+    rows, columns = SHAPES[shape]
+    settings = settings | {"group": settings["group"] or columns}
+    weights = [random_grouped(rows=n, columns=columns, seed=3, **settings) for n in (rows - 8, 8)]
+    made = packed([replace(w, tensors={name: t.to(device) for name, t in w.tensors.items()}) for w in weights])
+    assert made.tiled == (shape == "tiles")
+    assert made.shape == (rows, columns)
+    matrix = torch.cat([unpack_packed(weight) for weight in weights]).to(device)
+    in_order = matrix if made.order is None else matrix[:, made.order.long()]
+    torch.testing.assert_close(unpack(made, torch.float32), in_order, rtol=1e-6, atol=1e-6)
+    for count in (1, 9):
+        x = torch.randn(count, columns, generator=torch.Generator().manual_seed(1)).to(device)
+        exact, sizes = x.double() @ matrix.double().T, x.double().abs() @ matrix.double().abs().T
+        assert_within(multiply(x, made, None, torch.float32), exact, sizes * 2e-6)
+        if made.scales_sums:
+            plan, out = Plan("coded", 16, 128, 2, 16, 2, 2), torch.empty(count, rows, device=device)
+            arrivals = torch.zeros(64, dtype=torch.int32, device=device)
+            coded_linear(x, made, plan, out=out, arrivals=arrivals)
+            assert_within(out, exact, sizes * 2e-6)
+
+
+def test_weights_without_tiles_of_int8_keep_the_kernel_of_coded() -> None:
+    """Plans of the other kernel are for tiles, of 16 bits, on cards that have it, at few rows."""
+    site = Site(4096, 4096, 8, "none", None, False, False, INT8)
+    assert default_plan(site, H200).kind == "direct"
+    for other in (
+        site._replace(columns=4100),
+        site._replace(columns=4100, activation="silu_mul"),
+        site._replace(weight=Grouped(INT8).kind(torch.float32)),
+        site._replace(rows=64),
+    ):
+        assert default_plan(other, H200).kind == "coded", other
+        assert {plan.kind for plan in candidates(other, H200)} == {"cublas", "coded"}, other
+    assert default_plan(site, A100).kind == "coded"
+    assert not packed([random_grouped(INT8, 36, 256, 256)]).tiled
+
+
+@pytest.mark.parametrize("form", [INT4, INT8])
+@pytest.mark.parametrize("rows", [1, 8, 16, 32])
+@pytest.mark.parametrize(("columns", "inner", "activation"), [(14336, 4096, "silu_mul"), (1024, 1024, None)])
+def test_plans_of_few_rows_fit(form: str, rows: int, columns: int, inner: int, activation: Any) -> None:
+    """Steps are no longer than the weight, and tiles have the form's own size."""
+    site = Site(columns, inner, rows, "none", activation, False, False, form)
+    found = [plan for plan in (default_plan(site, H200), *candidates(site, H200)) if plan.kind == "direct"]
+    assert len(found) > 3
+    for plan in found:
+        assert plan.inner == TILE_COLUMNS[form]
+        assert plan.rows >= rows
+        assert plan.warps * plan.stages * plan.inner <= inner
+        assert plan.fits(columns, inner, gated=activation is not None)
+
+
+def test_a_weight_to_try_kernels_with_is_tiled() -> None:
+    for form in (INT4, INT8):
+        made = Grouped(form).make(torch.randn(16, 256).bfloat16())
+        assert isinstance(made, GroupedMatrix)
+        assert made.tiled
+        assert made.codes.dtype == CODES[form]
+        assert format_of(made).kind(torch.bfloat16) == form
+
+
+FEW_ROWS: dict[str, tuple[dict[str, Any], Plan, int, dict[str, Any]]] = {
+    "int4": ({"form": INT4, "group": 128, "offsets": True}, Plan("direct", 16, 128, 2, 8, stages=2, ahead=1), 3, {}),
+    "int4 in half tiles": ({"form": INT4, "group": 64}, Plan("direct", 32, 128, 2, 16, stages=1), 17, {"add": True}),
+    "int8 by rows": ({"form": INT8, "group": 640}, Plan("direct", 16, 64, 2, 8, stages=2, ahead=1), 1, {}),
+    "int8 of a gate": (
+        {"form": INT8, "group": 640}, Plan("direct", 32, 64, 4, 16, stages=1, ahead=1), 9, {"activation": "silu_mul"},
+    ),
+    "int8 with all": (
+        {"form": INT8, "group": 128, "offsets": True, "order": True}, Plan("direct", 16, 64, 2, 8, stages=4), 9, {},
+    ),
+    "int8 in groups": ({"form": INT8, "group": 128}, Plan("direct", 32, 64, 4, 16, stages=2), 5, {"add": True}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", DTYPES.values())
+@pytest.mark.parametrize("case", FEW_ROWS)
+def test_products_of_few_rows(case: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel's own code, executed in torch. Weights fill neither the last program nor the last step."""
+    run_in_torch(
+        monkeypatch, "direct_kernel", direct, endings, mma_v2=mma, _along=lambda *_: None, _sigmoid=torch.sigmoid
+    )  # fmt: skip
+    settings, plan, rows, ends = FEW_ROWS[case]
+    weight = random_grouped(rows=48, columns=640, **settings)
+    columns = 24 if ends.get("activation") else 48
+    generator = torch.Generator().manual_seed(1)
+    x = (torch.randn(rows, 640, generator=generator) / 8).to(dtype)
+    bias, to = torch.randn(48, generator=generator).to(dtype), torch.randn(rows, columns, generator=generator)
+    out = to.clone()
+    direct.direct_linear(x, packed([weight]), plan, out=out, bias=bias, **ends)
+    exact = x.double() @ unpack_packed(weight).double().T + bias.double()
+    if ends.get("activation"):
+        gate, up = exact.chunk(2, 1)
+        exact = torch.nn.functional.silu(gate) * up
+    if ends.get("add"):
+        exact += to
+    torch.testing.assert_close(out.double(), exact, rtol=1e-4, atol=1e-4)
+
+
+PLANS = """
+from tests.kernels.compile_for import install, spills
+compiled = install()
+import torch
+from asyncengine.kernels.cuda.gpu import H200
+from asyncengine.kernels.cuda.linear.choose import default_plan
+from asyncengine.kernels.cuda.linear.direct import direct_linear
+from asyncengine.kernels.cuda.linear.grouped import GroupedMatrix
+from asyncengine.kernels.cuda.linear.plan import Site
+from asyncengine.kernels.weight import INT8
+
+for rows, columns, inner, group in (1, 28672, 4096, 4096), (16, 4096, 14336, 128), (32, 6144, 4096, 4096):
+    codes, scales = torch.empty(columns, inner, dtype=torch.int8), torch.empty(inner // group, columns)
+    weight = GroupedMatrix(INT8, codes, scales, None, None, None)
+    plan = default_plan(Site(columns, inner, rows, "none", None, False, True, INT8), H200)
+    x, out = (torch.empty(rows, size, dtype=torch.bfloat16) for size in (inner, columns))
+    direct_linear(x, weight, plan, out=out, add=True, pdl=True)
+for kernel in compiled.values():
+    first, *_, last = kernel.asm["ptx"].split("mma.sync")
+    loop = kernel.asm["ptx"][len(first) : -len(last)]
+    moved = [word for word in ("bar.sync", "shared", "shfl") if word in loop]
+    print(":".join(["direct_kernel", *moved, *spills(kernel)]))
+"""
+
+
+def test_no_weight_of_int8_moves_between_threads(tmp_path: Path) -> None:
+    """Between the products of a step there are neither barriers nor shared memory, and registers suffice."""
+    assert run(tmp_path, "-c", PLANS) == ["direct_kernel"] * 3
