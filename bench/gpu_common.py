@@ -37,6 +37,8 @@ ELEMENT_BYTES = 2
 """bfloat16, of weights and KV"""
 CODE_BYTES = {"fp8": 1.0, "int8": 1.0, "int4": 0.5 + 4 / 128}
 """Bytes of a weight by ``quantization``. int4 has a float32 scale for 128 weights, the others for a row."""
+MXFP4_BYTES = 0.5 + 1 / 32
+"""Bytes of a weight of an expert in MXFP4."""
 COPIED_BYTES = {"cuda": 4 << 30, "cpu": 256 << 20}
 COPIES = 10
 
@@ -108,6 +110,15 @@ def mixer_parameters(c: ModelConfig) -> int:
     return c.hidden_size * (inputs + mixer.inner) + mixer.channels * mixer.conv_size
 
 
+def routed_parameters(c: ModelConfig, rows: int) -> float:
+    """Count the parameters of the experts of one layer that so many rows hit, if they are routed evenly."""
+    mixture = c.mixture
+    if mixture is None:
+        return 0.0
+    hit = mixture.num_experts * (1 - (1 - mixture.top_k / mixture.num_experts) ** rows)
+    return (3 if is_gated(c.activation) else 2) * c.hidden_size * mixture.intermediate_size * hit
+
+
 def layer_parameters(c: ModelConfig, rows: int = 1) -> int:
     """Count the parameters of the matrices of all layers, without embedding and head; of experts those that so many
     rows hit, if they are routed evenly."""
@@ -116,10 +127,8 @@ def layer_parameters(c: ModelConfig, rows: int = 1) -> int:
     dense = size["up"] + size["down"] if c.intermediate_size > 1 else 0
     experts, mixture = 0.0, c.mixture
     if mixture is not None:
-        hit = mixture.num_experts * (1 - (1 - mixture.top_k / mixture.num_experts) ** rows)
-        inner = hit * mixture.intermediate_size + mixture.shared_size
-        experts = c.hidden_size * (mixture.num_experts + (3 if is_gated(c.activation) else 2) * inner)
-        experts += c.hidden_size if mixture.gated_share else 0
+        shared = (3 if is_gated(c.activation) else 2) * mixture.shared_size + mixture.gated_share
+        experts = routed_parameters(c, rows) + c.hidden_size * (mixture.num_experts + shared)
     attention = size["qkv"] + size.get("queries", 0) + size["o"]
     if c.latent is not None:
         attention += c.num_heads * (c.latent.key_dim + c.latent.value_dim) * c.latent.rank
@@ -136,9 +145,12 @@ def layer_parameters(c: ModelConfig, rows: int = 1) -> int:
 
 def weight_bytes(c: ModelConfig, quantization: str = "none", rows: int = 1) -> int:
     """Count the bytes of weights that a step of so many rows reads. It reads a few rows of the input embedding; it
-    reads all of that only as the output's matrix."""
+    reads all of that only as the output's matrix. Experts in MXFP4 are read as they are."""
     of_layers = CODE_BYTES.get(quantization, ELEMENT_BYTES)
-    return round(of_layers * layer_parameters(c, rows)) + ELEMENT_BYTES * c.vocab_size * c.hidden_size
+    total = of_layers * layer_parameters(c, rows) + ELEMENT_BYTES * c.vocab_size * c.hidden_size
+    if c.mixture is not None and c.mixture.mxfp4:
+        total -= (of_layers - MXFP4_BYTES) * sum(c.mixture.layers) * routed_parameters(c, rows)
+    return round(total)
 
 
 def kv_bytes_per_token(c: ModelConfig, kv_cache_dtype: str = "auto") -> int:
