@@ -13,6 +13,7 @@ import sys
 from tests.kernels.compile_for import install, spills
 compiled = install()
 import torch
+from asyncengine.kernels.cuda.experts.codes import _in_words
 from asyncengine.kernels.cuda.experts.mix import mix
 from asyncengine.kernels.cuda.experts.route import choose_experts
 from asyncengine.kernels.cuda.gpu import H200
@@ -24,7 +25,8 @@ def random(*shape): return torch.zeros(shape, dtype=torch.bfloat16)
 
 def coded(rows, inner, group, scales, fp4):
     codes = torch.zeros(rows, inner // 2, dtype=torch.uint8)
-    return CudaLinear(CodedRows(codes, torch.zeros(rows, inner // group, dtype=scales), fp4), random(rows), rows)
+    known = _in_words(torch.zeros(rows, inner // group, dtype=scales))
+    return CudaLinear(CodedRows(codes, known, fp4), random(rows), rows)
 
 shapes = {
     "gpt-oss-20b": (2880, 2880, 32, 4, "clamped_silu_mul", (32, torch.uint8, True)),

@@ -26,11 +26,13 @@ _BYTES = 16
 
 def stays_coded(weights: Sequence[PackedWeight]) -> bool:
     """Return whether the kernels of experts multiply by these weights as they are: int4 with neither offsets nor an
-    order of columns, whose codes stand for whole numbers or for floats, in groups of 16 columns or a multiple."""
+    order of columns, whose codes stand for whole numbers or for floats, in groups of 16 columns or a multiple of 32.
+    """
     first = weights[0]
     if first.format != INT4 or first.tensors.keys() - {"codes", "scales", "table"} or not are_alike(weights):
         return False
-    if first.in_features % (2 * _BYTES) or first.in_features // first.tensors["scales"].shape[1] % _BYTES:
+    group = first.in_features // first.tensors["scales"].shape[1]
+    if first.in_features % (2 * _BYTES) or (group != _BYTES and group % (2 * _BYTES)):
         return False
     table = first.tensors.get("table")
     return table is None or table.is_meta or table.tolist() == list(FP4_NUMBERS)
@@ -40,13 +42,21 @@ def stack_codes(weights: Sequence[PackedWeight]) -> CodedRows:
     """Join weights that stay coded, one below another, their codes in the order of the kernels."""
     codes = torch.cat([_in_halves(weight.tensors["codes"]) for weight in weights])
     scales = torch.cat([weight.tensors["scales"] for weight in weights])
-    return CodedRows(codes, _as_exponents(scales), "table" in weights[0].tensors)
+    return CodedRows(codes, _in_words(_as_exponents(scales)), "table" in weights[0].tensors)
 
 
 def _in_halves(codes: Tensor) -> Tensor:
     """Bytes uint8 [N, K / 2] of int4, whose low halves are even columns, in the order of ``CodedRows``."""
     halves = unpack_nibbles(codes).view(len(codes), -1, 2, _BYTES)
     return (halves[:, :, 0] | halves[:, :, 1] << 4).reshape(codes.shape)
+
+
+def _in_words(scales: Tensor) -> Tensor:
+    """The same scales in memory whose rows are whole words of 4 bytes, with zeros behind the last scale."""
+    count, each = scales.shape[1], 4 // scales.itemsize
+    memory = scales.new_zeros(len(scales), -(-count // each) * each)
+    memory[:, :count] = scales
+    return memory[:, :count]
 
 
 def _as_exponents(scales: Tensor) -> Tensor:
@@ -62,19 +72,26 @@ def _as_exponents(scales: Tensor) -> Tensor:
 def kernel_operands(weight: Matrix) -> tuple[Tensor, Tensor | None, dict[str, int | bool]]:
     """Return a matrix's numbers or codes, its scales, and the constants by which a kernel tells them apart."""
     if isinstance(weight, CodedRows):
-        return weight.codes, weight.scales, {"G": weight.group, "FP4": weight.fp4}
-    return *values_and_scale(weight), {"G": 0, "FP4": False}
+        coding = {"G": weight.group, "PITCH": weight.scales.stride(0), "FP4": weight.fp4}
+        return weight.codes, weight.scales, coding
+    return *values_and_scale(weight), {"G": 0, "PITCH": 0, "FP4": False}
 
 
 @triton.jit
-def load_scales(scales, row, first, K: tl.constexpr, G: tl.constexpr, BK: tl.constexpr, EVEN: tl.constexpr):
+def load_scales(scales, row, first, K: tl.constexpr, G: tl.constexpr, PITCH: tl.constexpr, BK: tl.constexpr,
+                EVEN: tl.constexpr):  # fmt: skip
     """Load the scales [BN, BK / 32] of the low halves of ``load_codes`` and those of the high halves."""
-    column = first + tl.arange(0, BK // 32) * 32
-    at = scales + row.to(tl.int64)[:, None] * (K // G)
-    low = _load_inside(at + (column // G)[None, :], (column < K)[None, :], EVEN)
-    high = low
-    if G % 32:
-        high = _load_inside(at + ((column + 16) // G)[None, :], (column < K)[None, :], EVEN)
+    part = first // 32 + tl.arange(0, BK // 32)
+    at = scales + row.to(tl.int64)[:, None] * PITCH
+    if G < 32:
+        low = _load_inside(at + (2 * part)[None, :], (part < K // 32)[None, :], EVEN)
+        high = _load_inside(at + (2 * part + 1)[None, :], (part < K // 32)[None, :], EVEN)
+    else:
+        if G == 32:  # A row's memory ends in a whole word: bytes are copied four at a time.
+            low = _load_inside(at + part[None, :], (part < PITCH)[None, :], EVEN)
+        else:
+            low = _load_inside(at + (part // (G // 32))[None, :], (part < K // 32)[None, :], EVEN)
+        high = low
     return low, high
 
 

@@ -49,7 +49,7 @@ def _add_products(acc, weight, x, factor, k, K: tl.constexpr, STEPS: tl.constexp
 
 @triton.jit
 def _sum_coded(codes, scales, row, x, K: tl.constexpr, STEPS: tl.constexpr, HELD: tl.constexpr, BK: tl.constexpr,
-               G: tl.constexpr, FP4: tl.constexpr, PLAIN: tl.constexpr):  # fmt: skip
+               G: tl.constexpr, PITCH: tl.constexpr, FP4: tl.constexpr, PLAIN: tl.constexpr):  # fmt: skip
     """[BN, BK / 32, 16]: sums of the products of the weights in codes of rows [BN] with the row at ``x``."""
     acc = tl.zeros([row.shape[0], BK // 32, 16], tl.float32)
     EVEN: tl.constexpr = K % (HELD * BK) == 0
@@ -59,7 +59,7 @@ def _sum_coded(codes, scales, row, x, K: tl.constexpr, STEPS: tl.constexpr, HELD
         for i in tl.static_range(HELD):
             at = (first + i) * BK
             w = w + (load_codes(codes, row, at, K, BK, EVEN),)
-            scale = scale + (load_scales(scales, row, at, K, G, BK, EVEN),)
+            scale = scale + (load_scales(scales, row, at, K, G, PITCH, BK, EVEN),)
             lows = lows + (tl.load(x + at + k, mask=at + k < K, other=0.0),)
             highs = highs + (tl.load(x + at + k + 16, mask=at + k < K, other=0.0),)
         for i in tl.static_range(HELD):
@@ -93,6 +93,7 @@ def _up_kernel(
     x_stride,
     K: tl.constexpr,
     G: tl.constexpr,
+    PITCH: tl.constexpr,
     FP4: tl.constexpr,
     TOP_K: tl.constexpr,
     BN: tl.constexpr,
@@ -112,7 +113,7 @@ def _up_kernel(
     row += tl.load(ids + pair).to(tl.int64) * (columns * (2 if GATED else 1))
     from_x = x + pair // TOP_K * x_stride
     if G:
-        acc = _sum_coded(weight, weight_scale, row, from_x, K, (K + BK - 1) // BK, HELD, BK, G, FP4, PLAIN)
+        acc = _sum_coded(weight, weight_scale, row, from_x, K, (K + BK - 1) // BK, HELD, BK, G, PITCH, FP4, PLAIN)
     else:
         acc = tl.zeros([BN, BK], tl.float32)
         acc = _add_products(acc, weight + row[:, None] * K, from_x, 1.0, k, K, (K + BK - 1) // BK, HELD, BK)
@@ -140,6 +141,7 @@ def _down_kernel(
     out_stride,
     K: tl.constexpr,
     G: tl.constexpr,
+    PITCH: tl.constexpr,
     FP4: tl.constexpr,
     TOP_K: tl.constexpr,
     BN: tl.constexpr,
@@ -158,6 +160,7 @@ def _down_kernel(
     wait(PDL)
     total = tl.zeros([BN], tl.float32)
     acc = _zeros(BN, BK, G)
+    STEPS: tl.constexpr = (K + BK - 1) // BK
     for i in tl.static_range(TOP_K):
         pair = row * TOP_K + i
         of_expert = tl.load(ids + pair).to(tl.int64) * columns + inside
@@ -165,13 +168,13 @@ def _down_kernel(
         at = weight + of_expert[:, None] * K
         if G:
             from_x = x + pair * K
-            own = _sum_coded(weight, weight_scale, of_expert, from_x, K, (K + BK - 1) // BK, HELD, BK, G, FP4, PLAIN)
+            own = _sum_coded(weight, weight_scale, of_expert, from_x, K, STEPS, HELD, BK, G, PITCH, FP4, PLAIN)
             acc += own * factor
         elif weight_scale is None:
-            acc = _add_products(acc, at, x + pair * K, factor, k, K, (K + BK - 1) // BK, HELD, BK)
+            acc = _add_products(acc, at, x + pair * K, factor, k, K, STEPS, HELD, BK)
         else:
             own_acc = tl.zeros([BN, BK], tl.float32)
-            own_acc = _add_products(own_acc, at, x + pair * K, factor, k, K, (K + BK - 1) // BK, HELD, BK)
+            own_acc = _add_products(own_acc, at, x + pair * K, factor, k, K, STEPS, HELD, BK)
             acc += own_acc * tl.load(weight_scale + of_expert)[:, None]
         if bias is not None:
             total += factor * tl.load(bias + of_expert).to(tl.float32)

@@ -45,6 +45,7 @@ def _grouped_kernel(
     x_stride,
     K: tl.constexpr,
     G: tl.constexpr,
+    PITCH: tl.constexpr,
     FP4: tl.constexpr,
     PAIRS_PER_ROW: tl.constexpr,
     BM: tl.constexpr,
@@ -77,7 +78,7 @@ def _grouped_kernel(
     for done in tl.range(0, K, BK, num_stages=STAGES):
         if G:
             packed = load_codes(weight, row, done, K, BK, K % BK == 0)
-            scales = load_scales(weight_scale, row, done, K, G, BK, K % BK == 0)
+            scales = load_scales(weight_scale, row, done, K, G, PITCH, BK, K % BK == 0)
             low, high = decode(packed, scales, x.dtype.element_ty, FP4, PLAIN)
             inside = (done + k < K)[:, None] & there[None, :]
             x_low = tl.load(from_x + done, mask=inside, other=0.0)

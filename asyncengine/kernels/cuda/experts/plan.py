@@ -28,8 +28,9 @@ def tiles_for(pairs: int, experts: int, bits: tuple[int, int], gpu: Gpu, *, inva
     """The tiles for so many pairs of a row and an expert, with ``bits`` in an element of a weight and of a row.
 
     Twice the mean height holds nearly every expert's rows in one tile, so that weights are read once. Low tiles are for
-    reading: two programs share a multiprocessor, and keep as much of the weights on the way as their memory holds. An
-    ``invariant`` choice depends on no number of rows.
+    reading: two programs share a multiprocessor, and keep as much of the weights on the way as their memory holds. A
+    step of 256 columns in 4 bits has four bytes of scales for each thread, the least that are copied beside products.
+    An ``invariant`` choice depends on no number of rows.
     """
     rows = _SHORTEST
     while not invariant and rows < _TALLEST and rows * experts < 2 * pairs:
@@ -37,7 +38,8 @@ def tiles_for(pairs: int, experts: int, bits: tuple[int, int], gpu: Gpu, *, inva
     if rows >= _TALLEST and min(bits) == 16:
         columns, inner, warps, memory = 128, 64, 8, gpu.tile_bytes_of_two
     else:
-        columns, inner, warps, memory = 64, 64 if rows > 32 else 128, 4, gpu.tile_bytes_of_two
+        inner = 64 if rows > 32 else 128 if bits[0] > 4 else 256
+        columns, warps, memory = 64, 4, gpu.tile_bytes_of_two
     if max(bits) == 32:
         inner //= 2
     step = (columns * bits[0] + rows * bits[1]) * inner // 8

@@ -84,7 +84,8 @@ class CodedRows:
     codes: Tensor
     """uint8 [N, K / 2]: 16 bytes have 32 columns, the first 16 in their low halves, the others in the high ones"""
     scales: Tensor
-    """[N, K / G] in float32 or float16; in uint8 exponents of powers of 2, to which 127 is added"""
+    """[N, K / G] in float32 or float16; in uint8 exponents of powers of 2, to which 127 is added; rows begin at words
+    of 4 bytes"""
     fp4: bool
     """Codes are floats of 4 bits (FP4_NUMBERS of kernels/grouped.py), and not numbers to which 8 is added."""
 
@@ -99,7 +100,7 @@ class CodedRows:
 
     @property
     def nbytes(self) -> int:
-        return self.codes.nbytes + self.scales.nbytes
+        return self.codes.nbytes + len(self) * self.scales.stride(0) * self.scales.itemsize
 
     def __len__(self) -> int:
         return len(self.codes)
