@@ -1,8 +1,8 @@
-"""CPU kernels beside torch's: ``python -m bench.cpu_kernels [linear] [attention] [sample] [mixers]``.
+"""CPU kernels beside torch's: ``python -m bench.cpu_kernels [linear] [blocks] [attention] [sample] [mixers]``.
 
 Prints one JSON object per line. Each comparison interleaves its sides and takes the median of the
 repeats. Weights are spread over more copies than the caches hold, so that every call reads them from
-memory, as a forward does.
+memory, as a forward does. ``--isa avx512`` keeps a machine with AMX from its tiles.
 """
 
 from __future__ import annotations
@@ -22,11 +22,12 @@ from transformers.models.mamba2.modeling_mamba2 import mamba2_chunk_scan
 from transformers.models.qwen3_next.modeling_qwen3_next import torch_chunk_gated_delta_rule
 
 from asyncengine import _core
+from asyncengine.kernels.blocks import FLOATS, SIZES, BlockType, row_bytes
 from asyncengine.kernels.cpu import recurrent
 from asyncengine.kernels.cpu.ops import CpuOps
 from asyncengine.kernels.ops import AttentionCall, AttentionLayer, LayerKVCache, LayerStates
 from asyncengine.kernels.states import DeltaNet, Mamba2, ShortConv
-from asyncengine.kernels.weight import dense
+from asyncengine.kernels.weight import BLOCKS, PackedWeight, dense
 from asyncengine.models.mixer_shapes import Delta, StateSpace
 
 T = TypeVar("T")
@@ -38,6 +39,7 @@ GPT2_SHAPES = {
     "down": (768, 3072),
     "lm_head": (50257, 768),
 }
+BLOCK_TYPES = [kind.name for kind in SIZES if kind not in FLOATS]
 CACHE_BYTES = 200e6
 
 
@@ -93,6 +95,33 @@ def bench_linear(ops: CpuOps, repeats: int, batches: list[int], shapes: list[str
                     row[f"{side}_gb_s"] = round(weight_bytes / time_s / 1e9, 2)
                     row[f"{side}_gflop_s"] = round(2 * m * n * k / time_s / 1e9, 1)
                 yield row
+
+
+def bench_blocks(ops: CpuOps, repeats: int, batches: list[int], kinds: list[str]) -> Iterator[dict[str, object]]:
+    """Products with blocks of GGUF's types, of the shapes of Llama 3.2 1B's feed-forward."""
+    step, _ = attention_batch(1, 0, 1, 16)
+    draw = torch.Generator().manual_seed(0)
+    for kind in (BlockType[name] for name in kinds):
+        for n, k in ((8192, 2048), (2048, 8192)):
+            size = row_bytes(kind, k)
+            blocks = torch.randint(0, 48, (n, size), dtype=torch.uint8, generator=draw)  # of which no half is infinite
+            stored = [blocks.clone() for _ in range(max(1, round(CACHE_BYTES / (n * size))))]
+            weights = [PackedWeight(BLOCKS, {"blocks": copy}, n, k, torch.bfloat16, kind) for copy in stored]
+            handles = cycle([ops.make_linear([weight], [None]) for weight in weights])
+            for m in batches:
+                x = torch.randn(m, k).bfloat16()
+                run = partial(following, partial(ops.multiply, x, batch=step), handles)
+                time_s = interleave({"ours": run}, repeats)["ours"]
+                yield {
+                    "bench": "blocks",
+                    "kernels": ops.native.block_kernels,
+                    "type": kind.name,
+                    "shape": f"{n}x{k}",
+                    "m": m,
+                    "ours_us": round(time_s * 1e6, 1),
+                    "ours_gb_s": round(n * size / time_s / 1e9, 2),
+                    "ours_gflop_s": round(2 * m * n * k / time_s / 1e9, 1),
+                }
 
 
 def attention_batch(rows: int, context: int, queries: int, block_size: int) -> tuple[_core.StepBatch, int]:
@@ -205,19 +234,25 @@ def _chunked(mixer: Mamba2 | DeltaNet, x: torch.Tensor) -> object:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("what", nargs="*", help="linear, attention, sample, mixers (default: all)")
+    parser.add_argument("what", nargs="*", help="linear, blocks, attention, sample, mixers (default: all)")
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--isa", default="auto")
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 16, 64, 512])
+    parser.add_argument("--type", nargs="+", choices=BLOCK_TYPES, default=["Q8_0", "Q4_K", "Q6_K"], help="of blocks")
     parser.add_argument("--shape", nargs="+", choices=GPT2_SHAPES, default=list(GPT2_SHAPES))
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     ops = CpuOps(args.threads, args.isa)
-    print(json.dumps({"isa": ops.isa, "threads": args.threads, "torch": torch.__version__}))
-    what = args.what or ["linear", "attention", "sample", "mixers"]
+    print(
+        json.dumps(
+            {"isa": ops.isa, "blocks": ops.native.block_kernels, "threads": args.threads, "torch": torch.__version__}
+        )
+    )
+    what = args.what or ["linear", "blocks", "attention", "sample", "mixers"]
     benches = {
         "linear": lambda: bench_linear(ops, args.repeats, args.batch, args.shape),
+        "blocks": lambda: bench_blocks(ops, args.repeats, args.batch, args.type),
         "attention": lambda: bench_attention(ops, args.repeats),
         "sample": lambda: bench_sample(ops, args.repeats),
         "mixers": lambda: bench_mixers(ops, args.repeats),

@@ -1,7 +1,7 @@
 """A GGUF file on the CPU, beside llama.cpp on the same file and cores.
 
     make peers  # once: llama-cpp-python in an environment of its own
-    python bench/peers_cpu.py [--type Q8_0] [--type Q4_K] [--repeats 3] [--json FILE]
+    python bench/peers_cpu.py [--type Q8_0] [--type Q4_K] [--isa avx512] [--repeats 3] [--json FILE]
 
 The file has half the layers of Llama 3.2 1B and random weights. Each side is a process that has loaded it, with as many
 threads; they are measured in turn. One sequence alone and 16 at once: milliseconds of a step, from the difference
@@ -51,6 +51,9 @@ def main() -> None:
     parser.add_argument(
         "--no-repack", action="store_true", help="llama.cpp without its copies of weights (AMX and others)"
     )
+    parser.add_argument(
+        "--isa", default="auto", help="asyncengine's instruction set: amx, avx512, avx2 (default: best)"
+    )
     parser.add_argument("--wait", type=float, default=30, metavar="S", help="for a quiet machine, per round")
     parser.add_argument("--json", default="bench/results/peers_cpu.json")
     parser.add_argument("--worker", choices=sorted(SIDES), help=argparse.SUPPRESS)
@@ -70,7 +73,14 @@ def main() -> None:
             samples[kind] = compare(path, args)
         figures += summarize(kind, samples[kind])
     report.print_figures(f"GGUF on the CPU, {args.threads} threads (medians of {args.repeats} rounds)", figures)
-    settings = {"threads": args.threads, "layers": LAYERS, "hidden": HIDDEN, "inner": INNER, "vocabulary": VOCAB}
+    settings = {
+        "threads": args.threads,
+        "isa": args.isa,
+        "layers": LAYERS,
+        "hidden": HIDDEN,
+        "inner": INNER,
+        "vocabulary": VOCAB,
+    }
     report.write(
         args.json, report.record("peers_cpu", figures, repeats=args.repeats, settings=settings, rounds=samples)
     )
@@ -178,7 +188,7 @@ class Worker:
 
     def __init__(self, python: str, side: str, path: Path, args: argparse.Namespace) -> None:
         command = [python, __file__, "--worker", side, "--file", str(path), "--threads", str(args.threads)]
-        command += ["--no-repack"] if args.no_repack else []
+        command += ["--isa", args.isa, *(["--no-repack"] if args.no_repack else [])]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         self._read()
 
@@ -214,7 +224,16 @@ def work(seconds: Callable[[Prompts, int], float], logits: Callable[[list[int], 
 
 def asyncengine_side(args: argparse.Namespace, dtype: Literal["bfloat16", "float32"] = "bfloat16") -> Side:
     from asyncengine import AsyncEngine, SamplingParams
+    from asyncengine.kernels.cpu.ops import CpuOps
+    from asyncengine.runner.steps import model_runner
 
+    class Ops(CpuOps):
+        """The engine takes the best instruction set of the machine; a comparison names one."""
+
+        def __init__(self, num_threads: int, **settings: Any) -> None:
+            super().__init__(num_threads, args.isa, **settings)
+
+    model_runner.__dict__["CpuOps"] = Ops
     engine = AsyncEngine.from_pretrained(
         args.file, skip_tokenizer_init=True, enable_prefix_caching=False, cpu_threads=args.threads, max_model_len=1024,
         dtype=dtype, max_logprobs=128,

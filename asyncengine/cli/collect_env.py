@@ -19,8 +19,8 @@ _PACKAGES = (
     "aiohttp", "uvloop", "msgspec", "prometheus_client", "jinja2",
 )  # fmt: skip
 _ISA = (
-    "avx2", "fma", "f16c", "avx512f", "avx512bw", "avx512vl", "avx512_bf16", "avx512_fp16",
-    "amx_bf16", "amx_tile", "asimd", "sve", "bf16",
+    "avx2", "fma", "f16c", "avx512f", "avx512bw", "avx512vl", "avx512_vnni", "avx512_bf16", "avx512_fp16",
+    "amx_bf16", "amx_int8", "amx_tile", "asimd", "sve", "bf16",
 )  # fmt: skip
 _VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "HF_HUB_OFFLINE", "LD_PRELOAD")
 
@@ -47,6 +47,8 @@ def _report() -> Iterator[tuple[str, str]]:
             yield package, "not installed"
     native = importlib.util.find_spec("asyncengine._core")
     yield "native module", native.origin or "found" if native else "not built"
+    if native:
+        yield "CPU kernels", _kernels()
     yield from hardware()
     for name in sorted(os.environ):
         if name in _VARIABLES or (name.startswith(ENVIRONMENT_PREFIX) and "KEY" not in name):
@@ -70,6 +72,15 @@ def _processor() -> Iterator[tuple[str, str]]:
     quota = _read("/sys/fs/cgroup/cpu.max")
     if quota and not quota.startswith("max"):
         yield "cpu quota", quota
+
+
+def _kernels() -> str:
+    try:
+        from asyncengine._core import CpuKernels
+    except ImportError as exc:  # built for another Python, or for other libraries
+        return f"the native module cannot be loaded: {exc}"
+    kernels = CpuKernels(1)
+    return f"{kernels.isa}, for blocks of GGUF {kernels.block_kernels}"
 
 
 def _memory() -> Iterator[tuple[str, str]]:

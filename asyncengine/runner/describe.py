@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 import torch
 
+from asyncengine._core import CpuKernels
 from asyncengine.config import EngineConfig
 from asyncengine.errors import ConfigError, ModelError
 from asyncengine.kernels.cpu.reference import ReferenceOps
@@ -229,9 +230,10 @@ def describe_model(config: EngineConfig, device: str, memory_bytes: int | None =
 def _words_for(kind: WeightsOfKind, dtype: str, device: str, *, mixture: bool) -> str:
     """A format with its groups, and the kernel that multiplies it."""
     if kind.format not in GROUPED:
+        native = f"in native kernels ({CpuKernels(1).block_kernels})" if device == "cpu" else "in native kernels"
         return {
             DENSE: dtype,
-            BLOCKS: f"blocks of GGUF, {'in native kernels' if dtype == 'bfloat16' else 'unpacked for each product'}",
+            BLOCKS: f"blocks of GGUF, {native if dtype == 'bfloat16' else 'unpacked for each product'}",
             FLOAT8: "float8 by rows, inputs rounded to float8",
         }[kind.format]
     bits = "float8" if kind.format == FLOAT8_GROUPS else kind.format

@@ -297,6 +297,7 @@ void bind_cpu_kernels(py::module_& m) {
            py::arg("num_threads"), py::arg("isa") = "auto")
       .def_static("available_isas", &available_cpu_isas)
       .def_property_readonly("isa", &CpuKernels::isa_name)
+      .def_property_readonly("block_kernels", &CpuKernels::block_kernels_name)
       .def_property_readonly("num_threads", &CpuKernels::num_threads)
       .def_property_readonly("vector_width", &CpuKernels::vector_width)
       .def("panel_steps", &CpuKernels::panel_steps)

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from asyncengine._core import CpuKernels
 from asyncengine.api.request import SamplingParams
 from asyncengine.cli import flags
 from asyncengine.cli.main import main
@@ -321,3 +322,5 @@ def test_collect_env_tells_versions_and_no_secret(
     facts = dict(line.split(":", 1) for line in out.splitlines())
     assert facts["ASYNCENGINE_PORT"].strip() == "8123"
     assert {"python", "torch", "processor", "cores", "native module"} <= facts.keys()
+    kernels = CpuKernels(1)
+    assert facts["CPU kernels"].strip() == f"{kernels.isa}, for blocks of GGUF {kernels.block_kernels}"

@@ -21,7 +21,10 @@ def packed(kind: int, rows: int, k: int, seed: int = 0) -> PackedWeight:
     return PackedWeight(BLOCKS, {"blocks": blocks}, rows, k, torch.bfloat16, kind)
 
 
-@pytest.mark.parametrize("kind", [kind for kind in SIZES if kind not in FLOATS])
+CODED = [kind for kind in SIZES if kind not in FLOATS]
+
+
+@pytest.mark.parametrize("kind", CODED)
 def test_products(kind: BlockType) -> None:
     """Instruction sets and the plain path agree; threads and the number of rows change no bit."""
     k = 768 if SIZES[kind].numbers == 256 else 352
@@ -37,8 +40,27 @@ def test_products(kind: BlockType) -> None:
     for isa in CpuKernels.available_isas():
         whole = product(isa, 2, [first, second], bias, x)
         torch.testing.assert_close(whole.double(), exact, rtol=1e-4, atol=1e-4 * exact.abs().mean().item())
-        for rows in (1, 3, 16):
+        for rows in (1, 3, 7, 8, 16, 17, 33):
             assert torch.equal(product(isa, 1, [first, second], bias, x[:rows]), whole[:rows])
+        assert torch.equal(product(isa, 1, [first, second], bias, x[20:]), whole[20:])
+
+
+@pytest.mark.parametrize("kind", CODED)
+def test_instruction_sets_that_fuse_give_the_same_bits(kind: BlockType) -> None:
+    """Rows by tiles of AMX are rows by AVX-512 and AVX2, also where a weight has more rows than a task takes."""
+    k = SIZES[kind].numbers * 3
+    weights = [packed(kind, 8 * N, k), packed(BlockType.Q4_1, 5, k)]
+    x = torch.randn(33, k, generator=torch.Generator().manual_seed(0)).bfloat16()
+    bias = torch.ones(5).bfloat16()
+    found = [product(isa, 1, weights, bias, x) for isa in CpuKernels.available_isas() if isa != "portable"]
+    assert all(torch.equal(y, found[0]) for y in found)
+
+
+def test_kernels_have_a_name() -> None:
+    """An instruction set's name is also that of its products with blocks; AVX-512 may lack VNNI, and AMX bytes."""
+    names = {isa: CpuKernels(1, isa).block_kernels for isa in CpuKernels.available_isas()}
+    allowed = {"amx": {"amx", "vnni", "avx2"}, "avx512": {"vnni", "avx2"}, "avx2": {"avx2"}, "portable": {"portable"}}
+    assert all(name in allowed[isa] for isa, name in names.items())
 
 
 def product(isa: str, threads: int, weights: list[PackedWeight], bias: torch.Tensor, x: torch.Tensor) -> torch.Tensor:

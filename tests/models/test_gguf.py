@@ -13,6 +13,7 @@ import torch
 from gguf import GGMLQuantizationType as Type
 from safetensors.torch import load_file
 
+from asyncengine._core import CpuKernels
 from asyncengine.config import EngineConfig
 from asyncengine.kernels.blocks import FLOATS, SIZES, BlockType, dequantize
 from asyncengine.kernels.grouped import group_size, unpack
@@ -143,4 +144,4 @@ def test_models_says_what_of_a_file_stays_packed(tmp_path: Path) -> None:
         "int4 in groups of 32 columns", "int8 in groups of 32 columns", "int8 in groups of 16 columns",
     }  # fmt: skip
     on_cpu = describe_model(replace(settings, device="cpu"), "cpu", 1 << 34)
-    assert on_cpu.weight_formats == ("blocks of GGUF, in native kernels",)
+    assert on_cpu.weight_formats == (f"blocks of GGUF, in native kernels ({CpuKernels(1).block_kernels})",)

@@ -27,6 +27,7 @@ inline Bytes field(Bytes a, int shift, int mask) {
 // a | b << shift of each byte, with a b whose bits stay in it.
 inline Bytes with_bits(Bytes a, Bytes b, int shift) { return _mm256_or_si256(a, _mm256_slli_epi16(b, shift)); }
 inline Bytes flipped(Bytes a, int bits) { return _mm256_xor_si256(a, _mm256_set1_epi8(static_cast<char>(bits))); }
+inline Bytes less(Bytes a, int by) { return _mm256_sub_epi8(a, _mm256_set1_epi8(static_cast<char>(by))); }
 // The low halves of 16 bytes, then their high halves.
 inline Bytes halves_of_16(const uint8_t* p) {
   const __m128i a = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
@@ -74,6 +75,9 @@ inline Bytes with_bits(const Bytes& a, const Bytes& b, int shift) {
 inline Bytes flipped(const Bytes& a, int bits) {
   return each_byte([&](int i) { return a.elements[i] ^ bits; });
 }
+inline Bytes less(const Bytes& a, int by) {
+  return each_byte([&](int i) { return a.elements[i] - by; });
+}
 inline Bytes halves_of_16(const uint8_t* p) {
   return each_byte([&](int i) { return i < 16 ? p[i] & 15 : p[i - 16] >> 4; });
 }
@@ -93,7 +97,9 @@ inline Bytes look_up(const Bytes& a, const uint8_t* table) {
 using Ints = __m512i;
 using Floats = __m512;
 
+inline constexpr const char* kVectors = "vnni";
 inline Ints no_ints() { return _mm512_setzero_si512(); }
+inline Ints load_ints(const int32_t* p) { return _mm512_loadu_si512(p); }
 inline Floats to_floats(Ints a) { return _mm512_cvtepi32_ps(a); }
 inline Floats load_floats(const float* p) { return _mm512_loadu_ps(p); }
 inline Floats all_floats(float a) { return _mm512_set1_ps(a); }
@@ -163,7 +169,11 @@ struct Floats {
   __m256 low, high;
 };
 
+inline constexpr const char* kVectors = "avx2";
 inline Ints no_ints() { return {_mm256_setzero_si256(), _mm256_setzero_si256()}; }
+inline Ints load_ints(const int32_t* p) {
+  return {_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)), _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p + 8))};
+}
 inline Floats to_floats(Ints a) { return {_mm256_cvtepi32_ps(a.low), _mm256_cvtepi32_ps(a.high)}; }
 inline Floats load_floats(const float* p) { return {_mm256_loadu_ps(p), _mm256_loadu_ps(p + 8)}; }
 inline Floats all_floats(float a) { return {_mm256_set1_ps(a), _mm256_set1_ps(a)}; }
@@ -259,7 +269,11 @@ inline Result each_element(Body&& body) {
   return result;
 }
 
+inline constexpr const char* kVectors = "portable";
 inline Ints no_ints() { return {}; }
+inline Ints load_ints(const int32_t* p) {
+  return each_element<Ints>([&](int i) { return p[i]; });
+}
 inline Floats to_floats(const Ints& a) {
   return each_element<Floats>([&](int i) { return static_cast<float>(a.elements[i]); });
 }

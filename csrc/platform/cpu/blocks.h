@@ -2,12 +2,14 @@
 //
 // Rows of x are rounded to 8 bits in groups of 32, so that products are of integers. Sixteen rows of a weight are decoded
 // at a time, 256 columns of them into L1, where all rows of x pass by. An element of the result is a sum over the groups
-// in their order, whatever rows come with it.
+// in their order, whatever rows come with it. With fused multiplication and addition, which all but the portable kernels
+// have, the bits are the same in every instruction set.
 #pragma once
 
 #include <cstdint>
 
 #include "platform/cpu/isa.h"
+#include "platform/cpu/tiling.h"
 
 namespace asyncengine {
 
@@ -56,25 +58,33 @@ constexpr BlockForm block_form(BlockType type) {
 inline constexpr int64_t kTileRows = 16;      // rows of a weight that are decoded together
 inline constexpr int64_t kTileColumns = 256;  // columns that are
 
-// A row of x in 8 bits, in floats: k codes, then scales of 32 columns, sums of the codes of 32 columns and of 16.
-inline int64_t rounded_row_floats(int64_t k) { return k / 4 + k / 32 + k / 32 + k / 16; }
+// A row of x in 8 bits, in floats: k codes, then scales of 32 columns, sums of the codes of 32 columns and of 16. It takes an
+// odd number of cache lines, so that the same columns of rows side by side are not in the same set of a cache.
+inline int64_t rounded_row_floats(int64_t k) { return (ceil_div(k / 4 + k / 32 + k / 32 + k / 16, 16) | 1) * 16; }
+
+// Many rows of x are multiplied by tiles of AMX in parts of up to 16, all of the same size. The last part may lack rows.
+inline constexpr int64_t kPartRows = 16;
+inline int64_t rows_of_part(int64_t rows) { return ceil_div(rows, ceil_div(rows, kPartRows)); }
 
 struct BlockTask {
   BlockType type;
   const uint8_t* weight;
-  int64_t weight_rows;  // up to kTileRows
+  int64_t weight_rows;  // up to kTileRows in each tile that BlockKernels::tiles allows
   int64_t k;            // a whole number of blocks
-  const float* x;       // rounded rows
+  const float* x;       // rounded rows; memory of whole parts may be read, and what is read behind `rows` is not used
   int64_t rows;
-  float* y;  // [rows, kTileRows]
+  float* y;  // [tiles of the weight][rows, kTileRows]
 };
 
 struct BlockKernels {
+  const char* name;
+  int64_t tiles;  // of a weight that a task may have
   void (*round_row)(Dtype, const void* x, int64_t k, float* row);
   void (*multiply)(const BlockTask&);
 };
 
-// Null where the compiler's target has no such instructions.
+// Null where the compiler's target has no such instructions. Ask for AMX only where AVX-512 has VNNI: few rows take that.
+const BlockKernels* block_kernels_amx();
 const BlockKernels* block_kernels_vnni();
 const BlockKernels* block_kernels_avx2();
 const BlockKernels& block_kernels_portable();

@@ -1,182 +1,12 @@
-// Compiled for each instruction set. Layouts are those of ggml-common.h.
+// Products of blocks by vectors. Compiled for each instruction set.
 #include <bit>
 #include <cmath>
 #include <cstring>
 
-#include "platform/cpu/block_vectors.h"
-#include "platform/cpu/blocks.h"
+#include "platform/cpu/block_tile.inl"
 
 namespace asyncengine {
 namespace {
-
-constexpr int64_t kTileGroups = kTileColumns / 16;
-
-// Columns of kTileRows rows of a weight: as they are decoded, and then interleaved, a number of each row side by side.
-struct Tile {
-  alignas(64) uint8_t row_codes[kTileRows][kTileColumns];
-  alignas(64) float row_scales[kTileRows][kTileGroups];
-  alignas(64) float row_offsets[kTileRows][kTileGroups];    // where the type has offsets
-  alignas(64) uint8_t codes[kTileRows * kTileColumns];      // [columns / 4][kTileRows][4]
-  alignas(64) float scales[kTileGroups][kTileRows];
-  alignas(64) float offsets[kTileGroups][kTileRows];
-};
-
-// A row of a tile that is decoded.
-struct TileRow {
-  uint8_t* codes;
-  float *scales, *offsets;
-};
-
-inline float from_half(const uint8_t* bytes) {
-  uint16_t half = 0;
-  std::memcpy(&half, bytes, 2);
-#if defined(__F16C__)
-  return _cvtsh_ss(half);
-#else
-  const uint32_t sign = static_cast<uint32_t>(half & 0x8000u) << 16, magnitude = half & 0x7fffu;
-  if (magnitude >= 0x7c00) return std::bit_cast<float>(sign | 0x7f800000u | (magnitude & 0x3ffu) << 13);
-  if (magnitude >= 0x400) return std::bit_cast<float>(sign | ((magnitude << 13) + (112u << 23)));
-  const float value = static_cast<float>(magnitude) * 0x1p-24f;  // subnormal
-  return sign != 0 ? -value : value;
-#endif
-}
-
-// to = scale * numbers
-template <int kCount, class Number>
-inline void scaled(float scale, const Number* numbers, float* to) {
-  for (int i = 0; i < kCount; ++i) to[i] = scale * static_cast<float>(numbers[i]);
-}
-
-constexpr uint8_t kNumbersOfFourBits[16] = {1, 24, 45, 63, 79, 93, 106, 118, 129, 141, 153, 166, 181, 197, 217, 241};  // plus 128
-
-// A block of 32 columns: a half, perhaps an offset, perhaps fifth bits, and codes.
-template <BlockType kType>
-inline Bytes codes_of_32(const uint8_t* block) {
-  constexpr bool kFive = kType == BlockType::kQ5_0 || kType == BlockType::kQ5_1;
-  constexpr int64_t kBits = block_form(kType).offsets ? 4 : 2, kCodes = kBits + (kFive ? 4 : 0);
-  if constexpr (kType == BlockType::kQ8_0) return flipped(load_bytes(block + kCodes), 0x80);
-  const Bytes low = halves_of_16(block + kCodes);
-  if constexpr (kFive) return with_bits(low, bits_of_4(block + kBits), 4);
-  if constexpr (kType == BlockType::kIQ4_NL) return look_up(low, kNumbersOfFourBits);
-  return low;
-}
-
-// Q4_K and Q5_K: scales and offsets of 6 bits in twelve bytes, four at a time.
-template <bool kFive>
-inline void decode_q45_k(const uint8_t* block, const TileRow& to) {
-  uint32_t first = 0, second = 0, third = 0;
-  std::memcpy(&first, block + 4, 4);
-  std::memcpy(&second, block + 8, 4);
-  std::memcpy(&third, block + 12, 4);
-  // Whole words, as bytes that are stored in parts and read together would be waited for.
-  const uint64_t scales = (first & 0x3f3f3f3fu) | static_cast<uint64_t>((third & 0x0f0f0f0fu) | (first >> 2 & 0x30303030u)) << 32;
-  const uint64_t offsets = (second & 0x3f3f3f3fu) | static_cast<uint64_t>((third >> 4 & 0x0f0f0f0fu) | (second >> 2 & 0x30303030u))
-                                                        << 32;
-  uint8_t numbers[8];
-  std::memcpy(numbers, &scales, 8);
-  scaled<8>(from_half(block), numbers, to.scales);
-  std::memcpy(numbers, &offsets, 8);
-  scaled<8>(-from_half(block + 2), numbers, to.offsets);
-  const Bytes fifth = load_bytes(block + 16);  // a bit for each group
-  for (int q = 0; q < 4; ++q) {
-    const Bytes both = load_bytes(block + (kFive ? 48 : 16) + 32 * q);
-    const Bytes low = field(both, 0, 15), high = field(both, 4, 15);
-    store_bytes(to.codes + 64 * q, kFive ? with_bits(low, field(fifth, 2 * q, 1), 4) : low);
-    store_bytes(to.codes + 64 * q + 32, kFive ? with_bits(high, field(fifth, 2 * q + 1, 1), 4) : high);
-  }
-}
-
-inline void decode_q6_k(const uint8_t* block, const TileRow& to) {
-  int8_t scales[16];
-  std::memcpy(scales, block + 192, sizeof(scales));
-  scaled<16>(from_half(block + 208), scales, to.scales);
-  for (int half = 0; half < 2; ++half) {
-    const Bytes low = load_bytes(block + 64 * half), more = load_bytes(block + 64 * half + 32);
-    const Bytes high = load_bytes(block + 128 + 32 * half);
-    uint8_t* out = to.codes + 128 * half;
-    store_bytes(out, with_bits(field(low, 0, 15), field(high, 0, 3), 4));
-    store_bytes(out + 32, with_bits(field(more, 0, 15), field(high, 2, 3), 4));
-    store_bytes(out + 64, with_bits(field(low, 4, 15), field(high, 4, 3), 4));
-    store_bytes(out + 96, with_bits(field(more, 4, 15), field(high, 6, 3), 4));
-  }
-}
-
-inline void decode_q2_k(const uint8_t* block, const TileRow& to) {
-  uint8_t scales[16], offsets[16];
-  for (int g = 0; g < 16; ++g) {
-    scales[g] = block[g] & 15;
-    offsets[g] = block[g] >> 4;
-  }
-  scaled<16>(from_half(block + 80), scales, to.scales);
-  scaled<16>(-from_half(block + 82), offsets, to.offsets);
-  for (int g = 0; g < 8; ++g) store_bytes(to.codes + 32 * g, field(load_bytes(block + 16 + g / 4 * 32), g % 4 * 2, 3));
-}
-
-inline void decode_q3_k(const uint8_t* block, const TileRow& to) {
-  const uint8_t* packed = block + 96;
-  int8_t scales[16];
-  for (int g = 0; g < 16; ++g) {
-    const int low = g < 8 ? packed[g] & 15 : packed[g - 8] >> 4;
-    scales[g] = static_cast<int8_t>((low | (packed[8 + g % 4] >> (g / 4 * 2) & 3) << 4) - 32);
-  }
-  scaled<16>(from_half(block + 108), scales, to.scales);
-  const Bytes third = load_bytes(block);  // a bit for each group of 32
-  for (int g = 0; g < 8; ++g) {
-    const Bytes low = field(load_bytes(block + 32 + g / 4 * 32), g % 4 * 2, 3);
-    store_bytes(to.codes + 32 * g, with_bits(low, field(third, g, 1), 2));
-  }
-}
-
-inline void decode_iq4_xs(const uint8_t* block, const TileRow& to) {
-  int8_t scales[8];
-  for (int g = 0; g < 8; ++g) {
-    const int low = block[4 + g / 2] >> (g % 2 * 4) & 15, high = block[2 + g / 4] >> (g % 4 * 2) & 3;
-    scales[g] = static_cast<int8_t>((low | high << 4) - 32);
-  }
-  scaled<8>(from_half(block), scales, to.scales);
-  for (int g = 0; g < 8; ++g) store_bytes(to.codes + 32 * g, look_up(halves_of_16(block + 8 + 16 * g), kNumbersOfFourBits));
-}
-
-// Up to kTileColumns columns of a row.
-template <BlockType kType>
-inline void decode_row(const uint8_t* block, int64_t columns, const TileRow& to) {
-  if constexpr (block_form(kType).columns == 32) {
-    for (int64_t g = 0; g < columns / 32; ++g, block += block_form(kType).bytes) {
-      to.scales[g] = from_half(block);
-      if constexpr (block_form(kType).offsets) to.offsets[g] = from_half(block + 2);
-      store_bytes(to.codes + 32 * g, codes_of_32<kType>(block));
-    }
-  } else if constexpr (kType == BlockType::kQ2_K) {
-    decode_q2_k(block, to);
-  } else if constexpr (kType == BlockType::kQ3_K) {
-    decode_q3_k(block, to);
-  } else if constexpr (kType == BlockType::kQ6_K) {
-    decode_q6_k(block, to);
-  } else if constexpr (kType == BlockType::kIQ4_XS) {
-    decode_iq4_xs(block, to);
-  } else {
-    decode_q45_k<kType == BlockType::kQ5_K>(block, to);
-  }
-}
-
-// total + a group's products with a row of x, whose codes have this sum and scale. `g` counts groups of the tile.
-template <BlockType kType>
-inline Floats add_group(Floats total, Ints products, const Tile& tile, int64_t g, float sum, float scale) {
-  constexpr BlockForm kForm = block_form(kType);
-  Floats part = to_floats(products);
-  if constexpr (kForm.offsets) {
-    part = times_add(all_floats(sum), load_floats(tile.offsets[g]), times(part, load_floats(tile.scales[g])));
-  } else {
-    part = times(times_add(all_floats(-static_cast<float>(kForm.zero)), all_floats(sum), part), load_floats(tile.scales[g]));
-  }
-  return times_add(part, all_floats(scale), total);
-}
-
-// The sums of the codes of a row of x, by the groups of a type.
-template <BlockType kType>
-inline const float* sums_of(const float* row, int64_t k) {
-  return row + k / 4 + (block_form(kType).group == 32 ? k / 32 : k / 16);
-}
 
 // y [kRows, kTileRows] += rows of x times columns [begin, begin + columns) of a tile.
 template <BlockType kType, int kRows>
@@ -197,7 +27,7 @@ inline void add_tile(const Tile& tile, const float* x, int64_t k, int64_t begin,
     }
     for (int r = 0; r < kRows; ++r) {
       const float *row = x + r * stride, sum = sums_of<kType>(row, k)[(begin + c) / kForm.group];
-      total[r] = add_group<kType>(total[r], products[r], tile, c / kForm.group, sum, row[k / 4 + (begin + c) / 32]);
+      total[r] = add_group<kType, false>(total[r], products[r], tile, c / kForm.group, sum, row[k / 4 + (begin + c) / 32]);
     }
   }
   for (int r = 0; r < kRows; ++r) store_floats(y + r * kTileRows, total[r]);
@@ -216,42 +46,27 @@ inline void add_row(const Tile& tile, const float* row, int64_t k, int64_t begin
     for (int64_t i = 0; i < kGroups && c + i * kGroup < columns; ++i) {
       const Ints own = kGroup == 16 ? products[i] : added(products[2 * i], products[2 * i + 1]);
       const int64_t g = c / kGroup + i;
-      total = add_group<kType>(total, own, tile, g, sums[g], scales[(c + i * kGroup) / 32]);
+      total = add_group<kType, false>(total, own, tile, g, sums[g], scales[(c + i * kGroup) / 32]);
     }
   }
   store_floats(y, total);
 }
 
-// Asks for memory that the next tile reads. It may lie behind the weight: nothing is read of it.
-inline void fetch(const uint8_t* p, int64_t bytes) {
-  for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(p + i, 0, 2);
-}
-
 template <BlockType kType>
 void multiply_tile(const BlockTask& task) {
-  constexpr BlockForm kForm = block_form(kType);
   constexpr int kRowsTogether = 8;
-  const int64_t row_bytes = task.k / kForm.columns * kForm.bytes, stride = rounded_row_floats(task.k);
+  const int64_t stride = rounded_row_floats(task.k);
   Tile tile;
   if (task.k % kTileColumns != 0) std::memset(&tile, 0, sizeof(tile));  // whole vectors are interleaved
   std::memset(task.y, 0, static_cast<size_t>(task.rows * kTileRows) * sizeof(float));
   for (int64_t begin = 0; begin < task.k; begin += kTileColumns) {
     const int64_t columns = task.k - begin < kTileColumns ? task.k - begin : kTileColumns;
-    for (int64_t row = 0; row < kTileRows; ++row) {  // the last row stands for rows that are not there
-      const int64_t own = row < task.weight_rows ? row : task.weight_rows - 1;
-      const uint8_t* block = task.weight + own * row_bytes + begin / kForm.columns * kForm.bytes;
-      fetch(block + kTileRows * row_bytes, columns / kForm.columns * kForm.bytes);
-      decode_row<kType>(block, columns, {tile.row_codes[row], tile.row_scales[row], tile.row_offsets[row]});
-    }
-    interleave(reinterpret_cast<const uint8_t*>(tile.row_scales), 64, reinterpret_cast<uint8_t*>(tile.scales));
-    if constexpr (kForm.offsets) {
-      interleave(reinterpret_cast<const uint8_t*>(tile.row_offsets), 64, reinterpret_cast<uint8_t*>(tile.offsets));
-    }
+    decode_rows<kType>(task.weight, task.weight_rows, task.k, begin, columns, tile);
     if (task.rows == 1) {
       add_row<kType>(tile, task.x, task.k, begin, columns, task.y);
       continue;
     }
-    for (int64_t c = 0; c < columns; c += 64) interleave(tile.row_codes[0] + c, kTileColumns, tile.codes + kTileRows * c);
+    interleave_codes(tile, columns);
     int64_t m = 0;
     for (; m + kRowsTogether <= task.rows; m += kRowsTogether) {
       add_tile<kType, kRowsTogether>(tile, task.x + m * stride, task.k, begin, columns, task.y + m * kTileRows);
@@ -261,20 +76,7 @@ void multiply_tile(const BlockTask& task) {
 }
 
 void multiply(const BlockTask& task) {
-  switch (task.type) {
-    case BlockType::kQ4_0: return multiply_tile<BlockType::kQ4_0>(task);
-    case BlockType::kQ4_1: return multiply_tile<BlockType::kQ4_1>(task);
-    case BlockType::kQ5_0: return multiply_tile<BlockType::kQ5_0>(task);
-    case BlockType::kQ5_1: return multiply_tile<BlockType::kQ5_1>(task);
-    case BlockType::kQ8_0: return multiply_tile<BlockType::kQ8_0>(task);
-    case BlockType::kQ2_K: return multiply_tile<BlockType::kQ2_K>(task);
-    case BlockType::kQ3_K: return multiply_tile<BlockType::kQ3_K>(task);
-    case BlockType::kQ4_K: return multiply_tile<BlockType::kQ4_K>(task);
-    case BlockType::kQ5_K: return multiply_tile<BlockType::kQ5_K>(task);
-    case BlockType::kQ6_K: return multiply_tile<BlockType::kQ6_K>(task);
-    case BlockType::kIQ4_NL: return multiply_tile<BlockType::kIQ4_NL>(task);
-    case BlockType::kIQ4_XS: return multiply_tile<BlockType::kIQ4_XS>(task);
-  }
+  for_block_type(task.type, [&]<BlockType kType>() { multiply_tile<kType>(task); });
 }
 
 // The largest number of 32 becomes 127. Ties go to even.
@@ -295,11 +97,16 @@ void round_row(Dtype dtype, const void* x, int64_t k, float* row) {
     }
     const float largest = std::bit_cast<float>(most);
     const float inverse = largest > 1e-36f ? 127.f / largest : 0.f;  // what is smaller becomes 0
+    int32_t whole[32];
     int found[2] = {0, 0};
-    for (int i = 0; i < 32; ++i) {
+    for (int i = 0; i < 32; ++i) {  // in a form that compilers make vectors of, as is the rest
       const float code = std::nearbyint(values[i] * inverse);
-      codes[c + i] = static_cast<int8_t>(code >= -127.f && code <= 127.f ? code : 127.f);  // NaN has a scale of NaN
-      found[i / 16] += codes[c + i];
+      const bool fits = (code >= -127.f) & (code <= 127.f);
+      whole[i] = static_cast<int32_t>(fits ? code : 127.f);  // NaN has a scale of NaN
+    }
+    for (int i = 0; i < 32; ++i) codes[c + i] = static_cast<int8_t>(whole[i]);
+    for (int half = 0; half < 2; ++half) {
+      for (int i = 0; i < 16; ++i) found[half] += whole[16 * half + i];
     }
     scales[c / 32] = largest / 127.f;
     sums[c / 32] = static_cast<float>(found[0] + found[1]);
@@ -307,7 +114,7 @@ void round_row(Dtype dtype, const void* x, int64_t k, float* row) {
   }
 }
 
-constexpr BlockKernels kKernels{round_row, multiply};
+constexpr BlockKernels kKernels{kVectors, 1, round_row, multiply};
 
 }  // namespace
 }  // namespace asyncengine

@@ -11,14 +11,24 @@
 namespace asyncengine {
 namespace {
 
+[[maybe_unused]] constexpr unsigned kAmxBf16 = 1u << 22, kAmxTile = 1u << 24, kAmxInt8 = 1u << 25;
+
+// Bits of leaf 7, edx.
+[[maybe_unused]] bool has_features([[maybe_unused]] unsigned bits) {
+#if defined(__x86_64__) && defined(__linux__)
+  unsigned a = 0, b = 0, c = 0, d = 0;
+  return __get_cpuid_count(7, 0, &a, &b, &c, &d) != 0 && (d & bits) == bits;
+#else
+  return false;
+#endif
+}
+
 // Linux keeps the 8 KB of tiles only for processes that ask for them, and may refuse (before 5.16; or where a thread's
 // signal stack is too small for them). The permission holds for all threads.
 [[maybe_unused]] bool tiles_granted() {
 #if defined(__x86_64__) && defined(__linux__)
-  constexpr unsigned kAmxBf16 = 1u << 22, kAmxTile = 1u << 24;  // of leaf 7, edx
-  constexpr long kRequestPermission = 0x1023, kTileData = 18;   // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
-  unsigned a = 0, b = 0, c = 0, d = 0;
-  if (__get_cpuid_count(7, 0, &a, &b, &c, &d) == 0 || (d & kAmxBf16) == 0 || (d & kAmxTile) == 0) return false;
+  constexpr long kRequestPermission = 0x1023, kTileData = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
+  if (!has_features(kAmxBf16 | kAmxTile)) return false;
   return syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
 #else
   return false;
@@ -44,6 +54,8 @@ std::vector<const CpuIsa*> runnable_isas() {
 }
 
 }  // namespace
+
+bool has_int8_tiles() { return has_features(kAmxTile | kAmxInt8); }
 
 std::vector<std::string> available_cpu_isas() {
   std::vector<std::string> names;

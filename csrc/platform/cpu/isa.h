@@ -223,6 +223,9 @@ const CpuIsa* cpu_isa_avx512();
 const CpuIsa* cpu_isa_avx2();
 const CpuIsa* cpu_isa_portable();
 
+// Tiles of AMX multiply bytes too. Ask only where cpu_isa_amx runs.
+bool has_int8_tiles();
+
 std::vector<std::string> available_cpu_isas();  // best first
 // "auto" or one of available_cpu_isas(); throws std::invalid_argument.
 const CpuIsa& select_cpu_isa(std::string_view name);

@@ -11,6 +11,7 @@
 #define ASYNCENGINE_VECTOR_BYTES 64
 #include "platform/cpu/vec.inl"
 
+#include "platform/cpu/tile_scope.h"
 #include "platform/cpu/units.inl"
 
 namespace asyncengine {
@@ -25,31 +26,16 @@ constexpr int64_t kTilesAhead = 4;  // of weights that come from memory
 
 int64_t tiles_of_k(int64_t k) { return (k + kTileSteps - 1) / kTileSteps; }
 
-// Tiles hold data for as long as this lives: a thread that keeps them makes every switch of threads dearer.
-class TileScope {
- public:
-  // Tiles 0 to 3 are y, 4 and 5 x, 6 and 7 the weights; x is the first operand if the weights are in panels.
-  TileScope(bool panels, int64_t x_rows) {
-    struct alignas(64) {
-      uint8_t palette = 1, start_row = 0, reserved[14] = {};
-      uint16_t row_bytes[16] = {};
-      uint8_t rows[16] = {};
-    } config;
-    for (int tile = 0; tile < 8; ++tile) {
-      const bool short_rows = !panels && tile < 6, few_rows = panels && tile < 6;
-      config.row_bytes[tile] = static_cast<uint16_t>(short_rows ? x_rows * kWordBytes : kRowBytes);
-      config.rows[tile] = static_cast<uint8_t>(few_rows ? x_rows : kTileRows);
-    }
-    written(&config);
-    _tile_loadconfig(&config);
+// Tiles 0 to 3 are y, 4 and 5 x, 6 and 7 the weights; x is the first operand if the weights are in panels.
+TileShapes tile_shapes(bool panels, int64_t x_rows) {
+  TileShapes shapes = {};
+  for (int tile = 0; tile < 8; ++tile) {
+    const bool short_rows = !panels && tile < 6, few_rows = panels && tile < 6;
+    shapes.row_bytes[tile] = short_rows ? x_rows * kWordBytes : kRowBytes;
+    shapes.rows[tile] = few_rows ? x_rows : kTileRows;
   }
-  ~TileScope() { _tile_release(); }
-  TileScope(const TileScope&) = delete;
-  TileScope& operator=(const TileScope&) = delete;
-
-  // GCC does not know that tile instructions read memory.
-  static AE_INLINE void written(const void* p) { asm volatile("" ::"r"(p) : "memory"); }
-};
+  return shapes;
+}
 
 // ---- x: tiles of up to 16 rows, each [tile of K][tile of x] ----
 
@@ -268,7 +254,7 @@ int64_t decoded_floats(int64_t columns) { return (columns + kPairRows) * kPassTi
 // The passes of few rows with weights in codes: the rows are one or two tiles of x, whose sums wait in `done`.
 void few_rows_of_codes(const LinearTask& task) {
   const int64_t x_rows = rows_of_x_tile(task.rows), x_step = x_rows * kRowBytes, all = tiles_of_k(task.k);
-  const TileScope tiles(false, x_rows);
+  const TileScope tiles(tile_shapes(false, x_rows));
   const bool two = task.m_begin + x_rows < task.m_end;
   alignas(64) float done[4 * kTileFloats];
   alignas(64) char weights[2 * kDecodedTiles * kTileBytes];
@@ -303,7 +289,7 @@ template <bool Panels>
 void linear_tiles(const LinearTask& task) {
   if (task.codes != nullptr && task.rows <= kFewRows) return few_rows_of_codes(task);
   const int64_t x_rows = rows_of_x_tile(task.rows), x_step = x_rows * kRowBytes;
-  const TileScope tiles(Panels, x_rows);
+  const TileScope tiles(tile_shapes(Panels, x_rows));
   const int64_t all = tiles_of_k(task.k), pass = task.rows <= kFewRows ? all : kPassTiles;
   const bool coded = task.codes != nullptr;
   char* const codes = reinterpret_cast<char*>(task.scratch);

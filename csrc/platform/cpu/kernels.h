@@ -91,6 +91,7 @@ class CpuKernels {
   CpuKernels(int num_threads, std::string_view isa);  // throws std::invalid_argument
 
   const char* isa_name() const { return isa_.name; }
+  const char* block_kernels_name() const { return block_kernels_.name; }
   int num_threads() const { return pool_.num_threads(); }
   int64_t vector_width() const { return isa_.vector_width; }
   int64_t panel_steps(Dtype dtype) const { return isa_.linear(dtype).panel_steps; }
