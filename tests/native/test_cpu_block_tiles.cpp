@@ -1,6 +1,8 @@
 // Products of blocks by tiles, with plain code in place of AMX's instructions, beside the portable kernels. Then the kernels of
 // this machine beside each other: with AMX among them, the instructions themselves.
+#include <algorithm>
 #include <cstring>
+#include <string>
 #include <vector>
 
 #include "block_fixture.h"
