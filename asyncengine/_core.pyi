@@ -229,16 +229,13 @@ def draw_token(logits: npt.NDArray[np.float32], state: SamplingState, position: 
     """Draw a token from float32 [vocabulary], as the CPU does; -1 if NaN or +inf is among them, or none is finite."""
 
 class CpuKernels:
-    """Kernels over num_threads threads; isa is "auto" or one of available_isas(). One caller at a time.
-
-    block_kernels names the products with blocks of GGUF: "amx" (few rows take "vnni"), "vnni", "avx2" or "portable".
-    """
+    """Kernels over num_threads threads; isa is "auto" or one of available_isas(). One caller at a time."""
 
     def __init__(self, num_threads: int, isa: str = "auto") -> None: ...
     @staticmethod
     def available_isas() -> list[str]: ...
     isa: Final[str]
-    block_kernels: Final[str]
+    block_kernels: Final[str]  # of blocks of GGUF: "amx" (few rows: "vnni"), "vnni", "avx2" or "portable"
     num_threads: Final[int]
     vector_width: Final[int]
     def panel_steps(self, dtype: Dtype, /) -> int: ...
