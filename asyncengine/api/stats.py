@@ -62,8 +62,16 @@ class EngineStats:
     host_cached_blocks: Annotated[int, Exported("gauge", "KV blocks that the host tier holds.")]
     blocks_to_host: Annotated[int, Exported("counter", "KV blocks copied to the host.")]
     blocks_from_host: Annotated[int, Exported("counter", "KV blocks copied back from the host.")]
-    failed_transfers: Annotated[int, Exported("counter", "Copies of KV blocks that came to nothing.")]
-    """Copies of KV blocks that failed. The engine computed the keys and values again."""
+    failed_transfers: Annotated[int, Exported("counter", "Copies of KV blocks and states that came to nothing.")]
+    """Copies of KV blocks and of states that failed. The engine computed what they hold again."""
+    cached_snapshots: Annotated[int, Exported("gauge", "Snapshots of states that a prompt may begin with.")]
+    cached_host_snapshots: Annotated[int, Exported("gauge", "Snapshots of states that the host tier holds.")]
+    snapshots_to_host: Annotated[int, Exported("counter", "Snapshots of states copied to the host.")]
+    snapshots_from_host: Annotated[int, Exported("counter", "Snapshots of states copied back from the host.")]
+    kept_states: Annotated[int, Exported("counter", "States kept of sequences that gave way.")]
+    """States of preempted sequences that were copied, for when these go on."""
+    resumed_states: Annotated[int, Exported("counter", "Sequences that went on with the state that was kept of them.")]
+    """Preempted sequences that went on where they were, and computed nothing again."""
     blocks_to_disk: Annotated[int, Exported("counter", "KV blocks written to the disk tier.")]
     blocks_from_disk: Annotated[int, Exported("counter", "KV blocks read from the disk tier.")]
     failed_disk_transfers: Annotated[int, Exported("counter", "Reads and writes of the disk tier that failed.")]
@@ -90,7 +98,7 @@ class EngineLoad(NamedTuple):
 @dataclass(frozen=True, slots=True)
 class DebugStats:
     """Counts of all that an engine holds. At rest every field is 0 but the first three, which add up to the pool, and
-    the sizes of snapshots."""
+    the room for snapshots and their distance."""
 
     free_blocks: int
     """KV blocks whose content is worthless."""
@@ -107,6 +115,10 @@ class DebugStats:
     """Tokens between the snapshots of a long prompt; 0: there is none within a prompt."""
     pinned_snapshots: int
     """Snapshots of states that a step writes, or that sequences wait to begin with."""
+    num_host_snapshots: int
+    """Snapshots of states that the host tier has room for; 0 without one."""
+    pinned_host_snapshots: int
+    """Snapshots of states that are on their way to the host, or back."""
     leases: int
     """Staging buffers of steps in flight."""
     live_requests: int
@@ -138,7 +150,10 @@ class DebugStats:
     @property
     def held(self) -> dict[str, int]:
         """Everything that is 0 at rest and is not."""
-        names = ("free_blocks", "cached_blocks", "num_kv_blocks", "num_snapshots", "state_snapshot_tokens")
+        names = (
+            "free_blocks", "cached_blocks", "num_kv_blocks", "num_snapshots", "num_host_snapshots",
+            "state_snapshot_tokens",
+        )  # fmt: skip
         return {name: value for name in self.__slots__ if name not in names and (value := getattr(self, name))}
 
 

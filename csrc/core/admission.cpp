@@ -44,16 +44,18 @@ Admission::Result Admission::admit(Sequence& sequence, StepPlan& plan, int64_t n
   if (&sequence == last.sequence && blocks.num_free() <= last.free && !roster_.running().empty()) return Result::kWaits;
   // Not before there is room for all of it (apart from what it shares): half a prompt would only be preempted again.
   const int32_t whole = blocks.blocks_for(sequence.tokens.size());
+  if (roster_.saves_state_of(sequence)) return Result::kWaits;
   Sequence* source = fork_source(sequence, plan);
-  const int32_t shared = find_prefix(sequence, source);
-  const Start begin = start(sequence, source, shared);
+  const Prefix prefix = find_prefix(sequence, source);
+  const int32_t shared = prefix.blocks;
+  const Start begin = start(sequence, source, prefix);
   int32_t unused = 0;
   for (int32_t i = begin.holes; i < shared; ++i) unused += blocks.ref_count(prefix_[static_cast<size_t>(i)]) == 0;
   if (config_.window_groups > 0) [[unlikely]] {
     unused += find_window_blocks(source, shared, begin.group_holes);
   }
   if (roster_.tier() != nullptr && source == nullptr && !sequence.loaded) [[unlikely]] {
-    if (load_from_host(sequence, whole, shared)) return Result::kLeft;
+    if (load_from_host(sequence, whole, prefix)) return Result::kLeft;
   }
   const bool copies = source != nullptr && shared > (sequence.request->prompt_len - 1) / block_size_;  // not with states
   const int32_t size = blocks_to_begin(sequence, shared) + (copies ? config_.num_groups() : 0);
@@ -64,18 +66,27 @@ Admission::Result Admission::admit(Sequence& sequence, StepPlan& plan, int64_t n
   const int32_t deltas_left = max_delta_blocks_ - plan.num_delta_blocks;
   if (!plan.empty() && deltas_to_begin(whole, shared) > deltas_left) return Result::kWaits;
 
+  // Somebody copies the block: it is over soon.
+  const int32_t back = takes_back(source, prefix) ? prefix_[static_cast<size_t>(shared) - 1] : -1;
+  if (back >= 0 && blocks.ref_count(back) > 0) return Result::kWaits;
+
+  resumed_states_ += sequence.resumes_at > 0 && prefix.tokens == sequence.resumes_at;
   sequence.loaded = false;
-  sequence.reads_from = 0;
+  sequence.reads_from = sequence.resumes_at = 0;
   Slot& slot = roster_.take_slot(sequence, std::span(prefix_).first(static_cast<size_t>(shared)), begin.holes);
   if (config_.window_groups > 0) [[unlikely]] {
     take_window_blocks(sequence.slot, shared, begin.group_holes);
+  }
+  if (back >= 0) {
+    roster_.blocks().take_back(back);
+    plan.spent_states.push_back(begin.state);
   }
   slot.computed = begin.computed;
   slot.published_end = begin.published_end;
   slot.chain = begin.chain;
   slot.capacity = shared * block_size_;
   if (source != nullptr && !roster_.states().any()) slot.forked = roster_.slot_of(*source).forked = true;
-  if (roster_.states().any()) start_state(slot, source, plan);
+  if (roster_.states().any()) start_state(slot, source, begin.state, plan);
   roster_.run(slot);
   note_scheduled(*sequence.request, slot.computed, now_ns);
   plan.filled_slots.push_back(sequence.slot);
@@ -99,18 +110,19 @@ void Admission::note_scheduled(Request& request, int32_t cached_tokens, int64_t 
 void Admission::report(Stats& stats) const {
   stats.prefix_cache_queries = prefix_cache_queries_;
   stats.prefix_cache_hits = prefix_cache_hits_;
+  stats.resumed_states = resumed_states_;
 }
 
 // The state that the sequence begins with: of its sibling's prompt, of the prefix that was found, or none. Whatever another
 // sequence left in the slot is gone.
-void Admission::start_state(const Slot& slot, const Sequence* source, StepPlan& plan) {
+void Admission::start_state(const Slot& slot, const Sequence* source, uint64_t chain, StepPlan& plan) {
   StatePool& states = roster_.states();
   Request& request = *slot.sequence->request;
   int32_t snapshot = -1;
   if (source != nullptr) {
     snapshot = request.fork_state;
   } else if (slot.computed > 0) {
-    snapshot = states.find(slot.chain);
+    snapshot = states.find(chain);
     assert(snapshot >= 0);
   }
   if (snapshot >= 0) states.use(snapshot, plan.step);
@@ -188,30 +200,46 @@ bool Admission::shares_what_is_seen(const Sequence& first) const {
          (holes < whole && roster_.blocks().findable(roster_.tables().at(first.slot, whole - 1)));
 }
 
-// Fills prefix_ with the blocks that hold the start of the sequence and returns their count. At least one token is left
-// to compute, because its logits are wanted.
-int32_t Admission::find_prefix(const Sequence& sequence, const Sequence* source, bool with_host) {
+// Fills prefix_ with the blocks that hold the start of the sequence. At least one token is left to compute, because its logits
+// are wanted.
+Admission::Prefix Admission::find_prefix(const Sequence& sequence, const Sequence* source, bool with_host) {
   if (source != nullptr) {
     const int32_t last = sequence.request->prompt_len - 1;  // a state is there as of the last whole block
     const int32_t shared = roster_.states().any() ? last / block_size_ : roster_.blocks().blocks_for(last);
     std::copy_n(roster_.tables().blocks(source->slot).begin(), shared, prefix_.begin());
-    return shared;
+    return {shared, roster_.states().any() ? shared * block_size_ : last};
   }
   const auto tokens_at = [&](int32_t position) { return sequence.tokens.at(position); };
   const int32_t most = prefix_limit(sequence);
   int32_t found = roster_.blocks().match_prefix(tokens_at, most, sequence.request->salt, prefix_.data(), with_host);
   if (config_.window_groups > 0) [[unlikely]] {
     const auto first_seen = [&](int32_t blocks) { return config_.unseen_in_groups(blocks * block_size_, blocks * block_size_); };
-    return roster_.blocks().match_windows(prefix_.data(), found, first_seen);
+    found = roster_.blocks().match_windows(prefix_.data(), found, first_seen);
+    return {found, found * block_size_};
   }
-  if (!roster_.states().any()) return found;
+  return roster_.states().any() ? find_state(sequence, found, with_host) : Prefix{found, found * block_size_};
+}
+
+// The part of what was found behind which there is a state. One that gave way may have had some computed behind its last whole
+// block: with that it goes on where it was.
+Admission::Prefix Admission::find_state(const Sequence& sequence, int32_t found, bool with_host) {
   const StateTier* tier = with_host && roster_.tier() != nullptr ? roster_.tier()->states() : nullptr;
   const auto known = [&](int32_t id) {
     const uint64_t chain = roster_.blocks().chain_of(id).id;
     return roster_.states().find(chain) >= 0 || (tier != nullptr && tier->holds(chain));
   };
-  while (found > 0 && !known(prefix_[static_cast<size_t>(found) - 1])) --found;
-  return found;
+  const auto known_behind = [&](int32_t blocks) { return known(prefix_[static_cast<size_t>(blocks) - 1]); };
+  const int32_t whole = sequence.resumes_at / block_size_;
+  while (found > whole && !known_behind(found)) --found;
+  if (found == whole && sequence.resumes_at % block_size_ > 0) {
+    const Chain parent = whole > 0 ? roster_.blocks().chain_of(prefix_[static_cast<size_t>(whole) - 1])
+                                   : Chain{sequence.request->salt, /*root=*/true};
+    const int32_t* rest = roster_.rest_of(sequence.tokens, sequence.resumes_at);
+    prefix_[static_cast<size_t>(whole)] = roster_.blocks().find(parent, rest, with_host);
+    if (prefix_[static_cast<size_t>(whole)] >= 0 && known_behind(whole + 1)) return {whole + 1, sequence.resumes_at};
+  }
+  while (found > 0 && !known_behind(found)) --found;
+  return {found, found * block_size_};
 }
 
 // Blocks of it that may come from the prefix cache.
@@ -221,17 +249,21 @@ int32_t Admission::prefix_limit(const Sequence& sequence) const {
   return from >= 0 ? std::min(most, from / block_size_) : most;
 }
 
-Admission::Start Admission::start(const Sequence& sequence, const Sequence* source, int32_t shared) const {
+Admission::Start Admission::start(const Sequence& sequence, const Sequence* source, const Prefix& prefix) const {
   const Request& request = *sequence.request;
   const auto chain_behind = [&](int32_t blocks) { return roster_.blocks().chain_of(prefix_[static_cast<size_t>(blocks) - 1]).id; };
   if (source == nullptr) {
-    const int32_t end = shared * block_size_;
-    return {end, end, shared > 0 ? chain_behind(shared) : request.salt, config_.unseen_blocks(end, end),
+    const int32_t whole = prefix.tokens / block_size_, end = whole * block_size_;
+    return {prefix.tokens,
+            end,
+            whole > 0 ? chain_behind(whole) : request.salt,
+            prefix.blocks > 0 ? chain_behind(prefix.blocks) : 0,
+            config_.unseen_blocks(end, end),
             config_.window_groups > 0 ? config_.unseen_in_groups(end, end) : 0};
   }
   const Slot& slot = roster_.slot_of(*source);
   const int32_t holes = roster_.tables().first_held(source->slot);
-  Start start{roster_.states().any() ? shared * block_size_ : request.prompt_len - 1, 0, request.salt};
+  Start start{prefix.tokens, 0, request.salt};
   if (slot.published_end < request.prompt_len) {
     start.published_end = slot.published_end;
     start.chain = slot.chain;
@@ -254,8 +286,9 @@ uint64_t Admission::missing_state(int32_t blocks) const {
 
 // True: the sequence has left the queue, to wait for blocks from the host, or for this step with those that load some. It
 // shares so many blocks with what is on the device.
-bool Admission::load_from_host(Sequence& sequence, int32_t whole, int32_t shared) {
-  const int32_t found = find_prefix(sequence, nullptr, /*with_host=*/true);
+bool Admission::load_from_host(Sequence& sequence, int32_t whole, const Prefix& shared) {
+  const Prefix prefix = find_prefix(sequence, nullptr, /*with_host=*/true);
+  const int32_t found = prefix.blocks;
   const std::span chain(prefix_.data(), static_cast<size_t>(found));
   int32_t here = 0, unused = 0;
   for (const int32_t id : chain) {
@@ -266,7 +299,7 @@ bool Admission::load_from_host(Sequence& sequence, int32_t whole, int32_t shared
   // As for admission, which is next: what comes in is to stay.
   if (roster_.blocks().num_free() - unused < whole - here) return false;
   const int32_t most = prefix_limit(sequence);
-  if (found < most && roster_.tier()->read_disk(sequence, chain, most)) {
+  if (found < most && !takes_back(nullptr, prefix) && roster_.tier()->read_disk(sequence, chain, most)) {
     start_loading(sequence);
     return true;
   }
@@ -275,8 +308,8 @@ bool Admission::load_from_host(Sequence& sequence, int32_t whole, int32_t shared
   const int64_t bytes = int64_t{found - here} * static_cast<int64_t>(roster_.tier()->block_bytes()) +
                         (state != 0 ? static_cast<int64_t>(roster_.tier()->states()->state_bytes()) : 0);
   // With states, blocks of the device behind the last state that is there are computed again, too.
-  const int32_t kept = roster_.states().any() ? shared : here;
-  if (!copying_pays(bytes, found - kept, kept)) return false;
+  const int32_t kept = roster_.states().any() ? shared.tokens : here * block_size_;
+  if (!copying_pays(bytes, prefix.tokens - kept, kept)) return false;
   switch (roster_.tier()->load(sequence, chain, state)) {
     case HostTier::Loading::kNothing: return false;
     case HostTier::Loading::kLater:
@@ -291,11 +324,11 @@ bool Admission::load_from_host(Sequence& sequence, int32_t whole, int32_t shared
   return false;
 }
 
-// True if so many bytes come sooner than so many blocks are computed, after others. Where no costs are known they do.
-bool Admission::copying_pays(int64_t bytes, int32_t blocks, int32_t context_blocks) const {
+// True if so many bytes come sooner than so many tokens are computed, after others. Where no costs are known they do.
+bool Admission::copying_pays(int64_t bytes, int32_t tokens, int32_t context) const {
   if (!pace_.costs().known()) return true;
   const int64_t copy = pace_.costs().copy_ns(bytes, /*to_device=*/true);
-  return copy == 0 || copy < pace_.costs().recompute_ns(blocks * block_size_, context_blocks * block_size_);
+  return copy == 0 || copy < pace_.costs().recompute_ns(tokens, context);
 }
 
 void Admission::start_loading(Sequence& sequence) {

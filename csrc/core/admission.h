@@ -52,12 +52,22 @@ class Admission {
   void report(Stats& stats) const;
 
  private:
-  bool load_from_host(Sequence& sequence, int32_t whole, int32_t shared);
+  // The first blocks of prefix_, and the tokens in them that are computed: all, but for the last block of a sibling or of one
+  // that gave way.
+  struct Prefix {
+    int32_t blocks = 0, tokens = 0;
+  };
+  bool load_from_host(Sequence& sequence, int32_t whole, const Prefix& shared);
   void start_loading(Sequence& sequence);
-  bool copying_pays(int64_t bytes, int32_t blocks, int32_t context_blocks) const;
+  bool copying_pays(int64_t bytes, int32_t tokens, int32_t context) const;
   uint64_t missing_state(int32_t blocks) const;
   int32_t prefix_limit(const Sequence& sequence) const;
-  int32_t find_prefix(const Sequence& sequence, const Sequence* source, bool with_host = false);
+  Prefix find_prefix(const Sequence& sequence, const Sequence* source, bool with_host = false);
+  Prefix find_state(const Sequence& sequence, int32_t found, bool with_host);
+  // The last block is one in part, which the sequence takes back.
+  bool takes_back(const Sequence* source, const Prefix& prefix) const {
+    return source == nullptr && prefix.tokens % block_size_ > 0;
+  }
   Sequence* fork_source(const Sequence& sequence, const StepPlan& plan) const;
   bool shares_what_is_seen(const Sequence& first) const;
   int32_t deltas_to_begin(int32_t whole, int32_t shared) const;
@@ -68,11 +78,12 @@ class Admission {
   struct Start {
     int32_t computed = 0, published_end = 0;
     uint64_t chain = 0;  // as in Slot
+    uint64_t state = 0;  // the chain whose state it begins with, unless that is its sibling's; 0: none
     int32_t holes = 0;  // of the shared blocks, those at the beginning that it never sees
     int32_t group_holes = 0;  // the same in the tables of window groups
   };
-  Start start(const Sequence& sequence, const Sequence* source, int32_t shared) const;
-  void start_state(const Slot& slot, const Sequence* source, StepPlan& plan);
+  Start start(const Sequence& sequence, const Sequence* source, const Prefix& prefix) const;
+  void start_state(const Slot& slot, const Sequence* source, uint64_t chain, StepPlan& plan);
   void note_scheduled(Request& request, int32_t cached_tokens, int64_t now_ns);
 
   const SchedulerConfig& config_;
@@ -84,7 +95,7 @@ class Admission {
   std::vector<int32_t> window_prefix_;  // and those of its window groups, [group, entry]
   std::vector<Sequence*> deferred_;  // scratch
   std::vector<Request*> forking_;  // scratch: their siblings join in the next step
-  int64_t prefix_cache_queries_ = 0, prefix_cache_hits_ = 0;
+  int64_t prefix_cache_queries_ = 0, prefix_cache_hits_ = 0, resumed_states_ = 0;
 };
 
 }  // namespace asyncengine

@@ -78,6 +78,13 @@ class BlockManager {
     }
     return index_.chain_of(known);
   }
+  // The block that is known behind the chain, or -1. `with_host`: as in match_prefix().
+  int32_t find(Chain parent, const int32_t* tokens, bool with_host) const {
+    const int32_t block = prefix_caching_ ? index_.find(parent, tokens) : -1;
+    return block < num_blocks() || with_host ? block : -1;
+  }
+  // The block is known no more, nor a copy on the host: who holds it alone may write to it. A snapshot behind it stays.
+  void take_back(int32_t block);
   // The tokens of a block that was published since it was allocated.
   const int32_t* tokens_of(int32_t block) const { return index_.tokens_of(block); }
   // Asks for the memory that publish() is about to touch, and returns the hash.

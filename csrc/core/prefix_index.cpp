@@ -69,7 +69,7 @@ int32_t PrefixIndex::find_or_insert(int32_t block, Chain parent, const int32_t* 
   size_t cell = home(tag(h));
   while (cells_[cell].block >= 0) cell = (cell + 1) & mask;
   cells_[cell] = {block, tag(h)};
-  if (events_ != nullptr) [[unlikely]]
+  if (tells_of(block)) [[unlikely]]
     events_->add(BlockEvent::kStored, block, entry.chain, parent, tokens);
   return block;
 }
@@ -86,7 +86,7 @@ void PrefixIndex::erase(int32_t block) {
   const size_t mask = cells_.size() - 1;
   size_t hole = find_cell(block);
   const Entry& entry = entries_[static_cast<size_t>(block)];
-  if (events_ != nullptr) [[unlikely]]
+  if (tells_of(block)) [[unlikely]]
     events_->add(BlockEvent::kRemoved, block, entry.chain, entry.parent, nullptr);
   entries_[static_cast<size_t>(block)] = {};
   // Backward shift: move up every later entry of the run that may live in the hole, so that no tombstone is needed.
@@ -105,7 +105,7 @@ void PrefixIndex::rename(int32_t from, int32_t to) {
   cells_[find_cell(from)].block = to;
   entries_[static_cast<size_t>(to)] = std::exchange(entries_[static_cast<size_t>(from)], {});
   std::copy_n(tokens_of(from), block_size_, tokens_.begin() + int64_t{to} * block_size_);
-  if (events_ == nullptr) [[likely]]
+  if (!tells_of(to)) [[likely]]
     return;
   const Entry& entry = entries_[static_cast<size_t>(to)];
   events_->add(BlockEvent::kMoved, to, entry.chain, entry.parent, tokens_of(to));

@@ -46,6 +46,8 @@ class PrefixIndex {
     uint64_t chain = 0;  // 0: no entry
   };
   uint64_t hash(Chain parent, const int32_t* tokens) const;
+  // A part of a block (Roster::rest_of) is no reader's.
+  bool tells_of(int32_t block) const { return events_ != nullptr && tokens_of(block)[block_size_ - 1] >= 0; }
   // A cell's tag is enough to tell where it wants to be: the table has at most 2^32 cells.
   static uint32_t tag(uint64_t hash_value) { return static_cast<uint32_t>(hash_value >> 32); }
   size_t home(uint32_t tag_value) const { return static_cast<size_t>(uint64_t{tag_value} >> shift_); }

@@ -10,15 +10,19 @@ Roster::Roster(const SchedulerConfig& config)
       tables_(config.max_num_seqs, config.max_blocks_per_sequence(), config.window_groups),
       states_(config.max_num_seqs, config.num_state_slots),
       slots_(static_cast<size_t>(config.max_num_seqs)),
+      answer_snapshot_tokens_(config.answer_snapshot_tokens),
       waiting_(config.max_num_seqs, config.num_blocks) {
   if (states_.any()) blocks_.tell_of_evictions(states_);
   running_.reserve(static_cast<size_t>(config.max_num_seqs));
+  left_states_.reserve(static_cast<size_t>(config.max_num_seqs));
+  rest_.resize(static_cast<size_t>(config.block_size));
+  held_.reserve(static_cast<size_t>(config.max_blocks_per_sequence()));
   for (int32_t slot = config.max_num_seqs - 1; slot >= 0; --slot) free_slots_.push_back(slot);
 }
 
 bool Roster::quiescent() const {
   return idle() && blocks_coming_ == 0 && blocks_.num_free() == blocks_.num_blocks() && blocks_.num_host_pinned() == 0 &&
-         free_slots_.size() == slots_.size() && blocks_.consistent() && states_.num_pinned() == 0 && states_.consistent() &&
+         num_unused_slots() == slots_.size() && blocks_.consistent() && states_.num_pinned() == 0 && states_.consistent() &&
          (tier_ == nullptr || tier_->states() == nullptr || tier_->states()->at_rest());
 }
 
@@ -133,10 +137,19 @@ void Roster::settle(Sequence& sequence, Outbox* outbox) {
   if (sequence.slot >= 0) {
     Slot& slot = slot_of(sequence);
     assert(slot.in_flight == 0 && slot.pending == 0);
-    if (sequence.state == SequenceState::kPreempting) sequence.tokens.settle(slot.tail, published(slot));
+    uint64_t chain = 0;
+    if (sequence.state == SequenceState::kPreempting) {
+      sequence.tokens.settle(slot.tail, published(slot));
+      if (states_.any()) chain = keep_computed(slot);
+      if (chain != 0) hold_blocks(sequence.slot);
+    }
     release_blocks(sequence.slot);
     if (on_host(sequence.slot)) placement_->release(slot);
-    free_slots_.push_back(sequence.slot);
+    if (chain != 0) {
+      left_states_.push_back({sequence.slot, chain});
+    } else {
+      free_slots_.push_back(sequence.slot);
+    }
     sequence.slot = -1;
   }
   if (sequence.state == SequenceState::kPreempting) return enqueue(sequence);
@@ -147,6 +160,53 @@ void Roster::settle(Sequence& sequence, Outbox* outbox) {
   waiting_.leave(*sequence.request);
   ++changes_;
   outbox->filling().released.push_back(sequence.request);
+}
+
+// Whole blocks are known already. What is behind them is known with the tokens that it has, so that it is kept, goes to the host
+// and comes back as they do. Returns the chain behind all, or 0 if the sequence is to compute some of it again.
+uint64_t Roster::keep_computed(const Slot& slot) {
+  Sequence& sequence = *slot.sequence;
+  const int32_t size = blocks_.block_size(), end = slot.computed;
+  sequence.resumes_at = 0;
+  if (tier_ == nullptr || states_.num_snapshots() == 0 || end == 0 || end >= sequence.tokens.size() ||
+      slot.published_end != end / size * size || !keeping_pays(slot)) {
+    return 0;
+  }
+  sequence.resumes_at = end;
+  if (end % size == 0) return slot.chain;
+  const int32_t block = tables_.at(index(slot), end / size);
+  const int32_t* tokens = rest_of(sequence.tokens, end);
+  return blocks_.publish(block, slot.prefix(), tokens, blocks_.prefetch(block, slot.prefix(), tokens)).id;
+}
+
+// Else it begins with the newest snapshot: of its answer, or of its prompt.
+bool Roster::keeping_pays(const Slot& slot) const {
+  if (costs_ == nullptr || !costs_->known()) return true;
+  const int32_t size = blocks_.block_size(), own = (slot.sequence->request->prompt_len - 1) / size * size;
+  const int32_t before = slot.computed - 1, answer = before / answer_snapshot_tokens_ * answer_snapshot_tokens_;
+  const int32_t newest = before < own ? 0 : std::max(own, answer);
+  const auto held = static_cast<int32_t>(tables_.held(index(slot)).size());
+  return tier_->swap_ns(*costs_, held) < costs_->recompute_ns(slot.computed - newest, newest);
+}
+
+// In the order in which they are released.
+void Roster::hold_blocks(int32_t slot) {
+  const auto held = tables_.held(slot);
+  held_.assign(held.rbegin(), held.rend());
+  tier_->hold(held_);
+}
+
+const int32_t* Roster::rest_of(const Tokens& tokens, int32_t end) {
+  const int32_t count = end % blocks_.block_size();
+  std::copy_n(tokens.at(end - count), count, rest_.begin());
+  std::fill(rest_.begin() + count, rest_.end(), kNoToken);
+  return rest_.data();
+}
+
+void Roster::free_left_slots(uint64_t step) {
+  for (const LeftState& left : left_states_) free_slots_.push_back(left.slot);
+  left_states_.clear();
+  saved_step_ = std::max(saved_step_, step);
 }
 
 void Roster::drop_fork_state(Request& request) {

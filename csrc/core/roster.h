@@ -51,12 +51,16 @@ class Roster {
   Placement* placement() const { return placement_; }
   void move_blocks_with(std::unique_ptr<HostTier> tier) { tier_ = std::move(tier); }
   void place_with(Placement& placement) { placement_ = &placement; }
+  // By which it is chosen what is kept of a sequence that gives way.
+  void choose_with(const StepCosts& costs) { costs_ = &costs; }
 
   // ---- slots
 
   // In order. Those that run no more are among them until compact().
   const std::vector<Slot*>& running() const { return running_; }
   size_t num_free_slots() const { return free_slots_.size(); }
+  // Those included that wait for a step.
+  size_t num_unused_slots() const { return free_slots_.size() + left_states_.size(); }
   int32_t index(const Slot& slot) const { return static_cast<int32_t>(&slot - slots_.data()); }
   Slot& slot(int32_t index) { return slots_[static_cast<size_t>(index)]; }
   const Slot& slot(int32_t index) const { return slots_[static_cast<size_t>(index)]; }
@@ -81,6 +85,24 @@ class Roster {
   // Grows with each sequence that comes or goes.
   uint64_t changes() const { return changes_; }
   bool idle() const { return running_.empty() && waiting_.empty() && retiring_ == 0; }
+  // ---- what a sequence that gave way goes on with
+
+  // Its state, in the slot that it had, until a step copies it. The chain leads to all that it had computed.
+  struct LeftState {
+    int32_t slot = -1;
+    uint64_t chain = 0;
+  };
+  const std::vector<LeftState>& left_states() const { return left_states_; }
+  // The step copies those that it has copies of, and others may have the slots.
+  void free_left_slots(uint64_t step);
+  // A step is still to copy it. For a moment that may be said of others, too.
+  bool saves_state_of(const Sequence& sequence) const {
+    return sequence.resumes_at > 0 && (!left_states_.empty() || !states_.retired(saved_step_));
+  }
+  // The key of a part of a block: the tokens before `end` that are in no whole block, and kNoToken behind them. Nobody's prompt
+  // has such a block. It is there until the next call.
+  const int32_t* rest_of(const Tokens& tokens, int32_t end);
+
   // Every block and slot is back.
   bool quiescent() const;
 
@@ -133,6 +155,11 @@ class Roster {
   void fail(Sequence& sequence, FinishReason reason, Outbox& outbox, int64_t now_ns);
 
  private:
+  static constexpr int32_t kNoToken = -1;
+
+  uint64_t keep_computed(const Slot& slot);
+  bool keeping_pays(const Slot& slot) const;
+  void hold_blocks(int32_t slot);
   void release_blocks(int32_t slot);
   void expect_blocks(Sequence& sequence);
 
@@ -144,6 +171,11 @@ class Roster {
   std::vector<Slot> slots_;
   std::vector<Slot*> running_;
   std::vector<int32_t> free_slots_;
+  std::vector<LeftState> left_states_;
+  const StepCosts* costs_ = nullptr;
+  int32_t answer_snapshot_tokens_;
+  std::vector<int32_t> rest_, held_;  // scratch
+  uint64_t saved_step_ = 0;    // the last that copied such a state
   FairQueue waiting_;
   Blocked blocked_;
   int32_t blocks_coming_ = 0;     // of sequences that retire, or leave for the host, and of steps

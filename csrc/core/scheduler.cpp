@@ -15,7 +15,9 @@ Scheduler::Scheduler(const SchedulerConfig& config)
       admission_(config_, roster_, pace_),
       preemption_(config, roster_),
       reservation_(config_, roster_, preemption_),
-      publisher_(roster_) {}
+      publisher_(roster_) {
+  roster_.choose_with(pace_.costs());
+}
 
 void Scheduler::move_blocks_with(BlockMover& mover, BlockDisk* disk, BlockMover* states) {
   // A step may want the next steps' chunks, and a block for each sequence.
@@ -85,13 +87,14 @@ Stats& Scheduler::stats() {
   stats_.num_requests_waiting = static_cast<int64_t>(roster_.waiting().size()) + (tier != nullptr ? tier->num_loading() : 0);
   stats_.num_kv_blocks = blocks.num_blocks();
   stats_.num_free_blocks = blocks.num_free();
-  stats_.num_free_slots = static_cast<int64_t>(roster_.num_free_slots());
+  stats_.num_free_slots = static_cast<int64_t>(roster_.num_unused_slots());
   stats_.cached_blocks = blocks.num_cached();
   stats_.block_references = blocks.num_references();
   stats_.kv_events_lost = blocks.events().num_lost();
   stats_.num_snapshots = roster_.states().num_snapshots();
   stats_.cached_snapshots = roster_.states().num_cached();
   stats_.pinned_snapshots = roster_.states().num_pinned();
+  stats_.kept_states = kept_states_;
   stats_.state_snapshot_tokens = config_.state_snapshot_tokens;
   if (tier != nullptr) tier->report(stats_);
   return stats_;
@@ -112,11 +115,17 @@ void Scheduler::schedule(StepPlan& plan, int64_t now_ns) {
   schedule_decodes(plan);
   pace_.begin(plan, prefilling_);
   if (prefilling_ > 0) schedule_prefills(plan);
+  if (plan.empty() && !roster_.left_states().empty()) [[unlikely]] {
+    roster_.free_left_slots(0);  // there may be no step that copies them
+  }
   // A sequence that was just preempted must not take back in the same step the blocks that it gave.
   if (preemption_.count() == preemptions) admit(plan, now_ns, /*only_within=*/preemptions != gave_way);
   roster_.compact();
   admission_.wake_siblings();
   reservation_.end_step(plan);
+  if (!roster_.left_states().empty()) [[unlikely]] {
+    save_left_states(plan);
+  }
   if (placement_ != nullptr) [[unlikely]] {
     placement_->end(plan);
   }
@@ -316,12 +325,27 @@ void Scheduler::save_state(const Slot& slot, int32_t position, bool for_siblings
   slot.sequence->request->fork_state = state;
 }
 
+// The states of sequences that gave way are copied before others get their slots. If there is no step, or no room, they are
+// computed again.
+void Scheduler::save_left_states(StepPlan& plan) {
+  for (const Roster::LeftState& left : roster_.left_states()) {
+    const int32_t state = plan.empty() ? -1 : roster_.states().take(plan.step);
+    if (state < 0) continue;
+    plan.state_copies.push_back({left.slot, state});
+    plan.saved_states.push_back({left.slot, state, 0, left.chain});
+    ++kept_states_;
+  }
+  roster_.free_left_slots(plan.empty() ? 0 : plan.step);
+}
+
 // The step that saved snapshots is over, and steps before it have published the blocks that lead to them. It is called before
 // this step's own are published.
 void Scheduler::settle_saved(const StepPlan& plan, bool computed) {
   for (const SavedState& saved : plan.saved_states) {
     const Slot& slot = roster_.slot(saved.slot);
-    if (computed && config_.prefix_caching && slot.alive() && slot.published_end == saved.position) {
+    if (saved.chain != 0) {  // nobody finds it if the chain is forgotten meanwhile
+      if (computed) roster_.states().enter(saved.state, saved.chain);
+    } else if (computed && config_.prefix_caching && slot.alive() && slot.published_end == saved.position) {
       roster_.states().enter(saved.state, slot.chain);
       if (saved.position > slot.sequence->request->prompt_len) keep_newest(*slot.sequence, saved.state, slot.chain);
     }
@@ -382,6 +406,7 @@ inline void Scheduler::retire_rows(const StepPlan& plan, Outbox& outbox, OnPlain
     }
   }
   for (const int32_t block : plan.held_blocks) roster_.blocks().release(block);
+  for (const uint64_t chain : plan.spent_states) roster_.states().forget(chain);
   roster_.expect_blocks(-plan.blocks_coming);
   roster_.states().retire(plan.step);
   roster_.compact();

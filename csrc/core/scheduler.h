@@ -114,6 +114,7 @@ class Scheduler {
   void save_state(const Slot& slot, int32_t position, bool for_siblings, StepPlan& plan);
   void save_answer(const Slot& slot, int32_t position, StepPlan& plan);
   void settle_saved(const StepPlan& plan, bool computed);
+  void save_left_states(StepPlan& plan);
   void add_row(Slot& slot, int32_t query_len, bool from_device, StepPlan& plan);
   bool reserve(Slot& slot, int32_t num_tokens, StepPlan& plan) {
     return (num_tokens <= slot.capacity && !slot.forked) || reservation_.reserve_blocks(slot, num_tokens, plan);
@@ -134,7 +135,7 @@ class Scheduler {
   std::unique_ptr<Placement> placement_;  // null: nobody decodes on the host
   int32_t token_budget_ = 0;              // of the step that is planned, without the tokens of sequences on the host
   int32_t prefilling_ = 0;                // running sequences that have prompt left to compute
-  int64_t prompt_tokens_ = 0, plain_tokens_ = 0;
+  int64_t prompt_tokens_ = 0, plain_tokens_ = 0, kept_states_ = 0;
   Stats stats_;
 };
 

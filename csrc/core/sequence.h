@@ -77,6 +77,7 @@ struct alignas(64) Sequence {
   bool loading = false;            // the host tier holds blocks for it
   bool loaded = false;             // it did, since the sequence last ran: what is still missing is computed
   int32_t reads_from = 0;          // blocks of its prefix that must be known before the disk is read for it again
+  int32_t resumes_at = 0;          // tokens that it had computed when it gave way, if its state was kept
   uint64_t answer_chain = 0;       // leads to the newest snapshot of its answer; 0: there is none
   int32_t blocks_coming = 0;       // while retiring: blocks that settling will give back
   std::atomic<bool> abort_requested{false};  // set by the loop, read by the step thread

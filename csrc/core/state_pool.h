@@ -38,6 +38,7 @@ class StatePool {
   int32_t take_at_rest();
   // Steps up to this one are over.
   void retire(uint64_t step) { retired_ = step; }
+  bool retired(uint64_t step) const { return step <= retired_; }
   void pin(int32_t state);
   // `in_place`: among the known ones it keeps its place of before it was pinned; else it is the one that was used last.
   void unpin(int32_t state, bool in_place = false);

@@ -24,9 +24,12 @@ STAT(block_references)      // of all blocks
 STAT(num_snapshots)         // room for snapshots of states; 0 for layers that keep none
 STAT(cached_snapshots)      // of these, those that a prompt may find
 STAT(pinned_snapshots)      // of these, those that a step writes or siblings wait for
+STAT(kept_states)           // sum: states of sequences that gave way that were copied for when they go on
+STAT(resumed_states)        // sum: of these, those that they went on with
 STAT(state_snapshot_tokens)  // of a prompt between two of them; 0: there is none within a prompt
 STAT(num_host_snapshots)    // room for snapshots on the host; 0: there is none
 STAT(cached_host_snapshots)  // of these, those that a prompt may find
+STAT(pinned_host_snapshots)  // of these, those that are copied
 STAT(snapshots_to_host)     // sum
 STAT(snapshots_from_host)   // sum
 STAT(num_host_blocks)       // of the host tier; 0: there is none

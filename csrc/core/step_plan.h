@@ -37,6 +37,7 @@ struct BlockCopy {
 struct SavedState {
   int32_t slot = -1, state = -1;
   int32_t position = 0;
+  uint64_t chain = 0;  // of a sequence that gave way: it leads to what was computed, and the slot is another's by now
 };
 
 // Reused from step to step; its vectors are reserved once.
@@ -46,6 +47,7 @@ struct StepPlan {
   std::vector<BlockCopy> copies;  // run, in any order, before the forward pass reads or writes any KV
   std::vector<BlockCopy> state_copies;  // of state slots, run as those of blocks; a slot without a source becomes zeros
   std::vector<SavedState> saved_states;  // those of them that write snapshots
+  std::vector<uint64_t> spent_states;  // chains of states that its sequences begin with, and nobody again
   std::vector<int32_t> filled_slots;  // slots whose sampling state the executor needs
   std::vector<int32_t> full_rows;  // rows, as indices, that may complete a block
   std::vector<int32_t> held_blocks;  // replaced by copies, or seen no more: kept from reuse until the step has retired
@@ -78,6 +80,7 @@ struct StepPlan {
     copies.clear();
     state_copies.clear();
     saved_states.clear();
+    spent_states.clear();
     filled_slots.clear();
     full_rows.clear();
     held_blocks.clear();

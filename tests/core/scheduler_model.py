@@ -138,7 +138,7 @@ class CheckedScheduler(TenantModel, StatefulModel):
         if planned is None:
             self._preempt([], running, waiting, holdings)
             full = len(self.flight) == self.limits.steps_in_flight
-            moves = self.moves or self.state_moves or self.native.loading or self._hosted()
+            moves = self.moves or self.state_moves or self.native.held_by_tier or self.native.loading or self._hosted()
             assert full or self.flight or moves or not self.requests, "nothing runs, though there is work"
         else:
             rows = [self._row(*row) for row in planned[0]]
@@ -310,7 +310,7 @@ class CheckedScheduler(TenantModel, StatefulModel):
         """Shared blocks that the row got copies of, in order to write to them."""
         s = row.sequence
         before = s.blocks if s.state is State.RUNNING else s.request.sequences[0].blocks
-        if s.state is not State.RUNNING and row.context_len % BLOCK_SIZE == 0:
+        if s.state is not State.RUNNING and (row.context_len % BLOCK_SIZE == 0 or self.limits.snapshots is not None):
             return []  # begins with a block of its own
         first = row.context_len // BLOCK_SIZE
         return [old for old, new in zip(before[first:], row.blocks[first:], strict=False) if old != new]
@@ -350,7 +350,8 @@ class CheckedScheduler(TenantModel, StatefulModel):
         else:
             assert s.state is State.WAITING
             forked = self._is_forked(row)
-            assert row.context_len % BLOCK_SIZE == 0 or forked
+            assert row.context_len % BLOCK_SIZE == 0 or forked or self._goes_on(row)
+            self.saw["went on where it was"] += self._goes_on(row)
             row.cached = 0 if forked else row.context_len // BLOCK_SIZE
             self.saw["cached prefix"] += row.cached > 0
             self.saw["fork"] += forked
@@ -370,6 +371,10 @@ class CheckedScheduler(TenantModel, StatefulModel):
             self.states[row.slot] = s.kv[:end]
         s.blocks, s.computed = row.blocks, end
         s.in_flight += 1
+
+    def _goes_on(self, row: Row) -> bool:
+        """The sequence gave way, and computes nothing of what it had computed again."""
+        return self.limits.snapshots is not None and row.context_len == row.sequence.left_at > 0
 
     def _read_back(self, row: Row) -> None:
         end = row.context_len + row.query_len
@@ -472,6 +477,7 @@ class CheckedScheduler(TenantModel, StatefulModel):
             return
         if sequence.state not in (State.PREEMPTING, State.FINISHED):
             return
+        sequence.left_at = sequence.computed if sequence.state is State.PREEMPTING else 0
         sequence.blocks, sequence.computed, sequence.on_device = [], 0, False
         sequence.state = State.WAITING if sequence.state is State.PREEMPTING else State.RELEASED
 

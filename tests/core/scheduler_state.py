@@ -92,6 +92,7 @@ class ModelSequence:
     in_flight: int = 0
     on_device: bool = False
     emitted: int = 0
+    left_at: int = 0  # tokens that it had computed when it gave way
     loading: bool = False  # blocks come from the host for it, or go there
     host: HostRow | None = None
 

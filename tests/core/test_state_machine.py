@@ -285,6 +285,8 @@ def test_scheduler_on_a_random_walk(name: str) -> None:
     if scheduler.limits.snapshots is not None:
         assert saw["reset"]
         assert not scheduler.limits.snapshots or (saw["snapshot"] and saw["restored state"])
+        kept = scheduler.limits.num_host_blocks and scheduler.limits.snapshots
+        assert not kept or saw["went on where it was"]
     if scheduler.limits.num_host_states:
         assert all(saw[what] for what in ("state to the host", "state from the host", "failed move of a state"))
     if scheduler.limits.tenants:

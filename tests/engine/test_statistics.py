@@ -21,8 +21,7 @@ from asyncengine.text.tokenizer import placeholder_tokenizer
 STATS = Path(__file__).resolve().parents[2] / "csrc/core/stats.inl"
 NOT_EXPORTED = {
     "failed_steps", "decode_cost_ppm", "rest_cost_ppm", "attention_cost_ppm", "hybrid_cost_ppm", "host_attention_ns",
-    "host_attention_tokens", "cached_snapshots", "num_host_snapshots", "cached_host_snapshots", "snapshots_to_host",
-    "snapshots_from_host",
+    "host_attention_tokens",
 }  # fmt: skip
 HOST_ROWS = {"num_host_rows", "host_row_tokens", "moved_to_host", "moved_from_host", "failed_host_rows"}
 

@@ -20,6 +20,21 @@ void BlockManager::erase(int32_t id) {
   if (window_groups_ > 0) drop_companions(id);
 }
 
+void BlockManager::take_back(int32_t block) {
+  assert(ref_count(block) == 1 && index_.contains(block));
+  if (has_copy(block)) {
+    const int32_t host = copy_of(block);
+    set_copy(block, -1);
+    host_state(host).cached = false;
+    --num_host_cached_;
+    if (host_state(host).pins == 0) {
+      unlink_host(host);
+      link_host(host, /*last=*/false);
+    }
+  }
+  index_.erase(block);
+}
+
 void BlockManager::note_without_copy(int32_t block) {
   if (std::exchange(state(block).without_copy, true)) return;
   const size_t end = (without_copy_begin_ + without_copy_count_++) % without_copy_.size();

@@ -31,7 +31,7 @@ void DiskTier::write_some() {
       const int32_t id = blocks_.id_of_host(host);
       const std::span tokens(blocks_.tokens_of(id), static_cast<size_t>(blocks_.block_size()));
       const BlockName& name = blocks_.name_of(blocks_.num_blocks() + host);
-      if (!disk_.contains(name.key)) {
+      if (tokens.back() >= 0 && !disk_.contains(name.key)) {  // a part of a block is this process's
         if (!disk_.put(name, tokens, mover_.host_block(host), static_cast<uint64_t>(host))) return;  // later
         blocks_.pin_host(host);
         begin(DiskCalls::kWrites);

@@ -19,6 +19,7 @@ HostTier::HostTier(const Config& config, BlockManager& blocks, BlockMover& mover
     load.held.reserve(static_cast<size_t>(config.max_blocks));
     load.moves.reserve(static_cast<size_t>(config.max_blocks));
   }
+  leaving_.reserve(static_cast<size_t>(blocks.num_blocks()));
   for (auto* list : {&store_.blocks, &store_.hosts}) list->reserve(static_cast<size_t>(config.max_blocks));
   store_.moves.reserve(static_cast<size_t>(config.max_blocks));
 }
@@ -89,7 +90,7 @@ void HostTier::conclude(int i, bool done) {
   failed_transfers_ += !done;
   BlockMover::brings_in(i) ? finish_load(transfer, done) : finish_spill(transfer, done);
   transfer.moves.clear();
-  transfer.of_store = false;
+  transfer.of_store = transfer.of_leaving = false;
   --num_transfers_;
 }
 
@@ -107,7 +108,9 @@ bool HostTier::start_transfer(int i) {
 
 // The next blocks to be evicted, in the order of their release. Half of the free blocks stay free: a step may want some.
 void HostTier::collect_spill(Transfer& transfer) {
-  if (broken() || collect_store(transfer)) return;
+  if (broken()) return let_go();
+  if (collect_store(transfer)) return;
+  if (!leaving_.empty()) return collect_leaving(transfer);
   const int32_t most = std::min(mover_.max_moves(), blocks_.num_free() / 2);
   while (static_cast<int32_t>(transfer.moves.size()) < most && blocks_.num_spare() < config_.spare_blocks) {
     const int32_t block = blocks_.next_without_copy();
@@ -118,6 +121,41 @@ void HostTier::collect_spill(Transfer& transfer) {
     transfer.moves.push_back({block, host});
   }
   blocks_coming_ += static_cast<int32_t>(transfer.moves.size());
+}
+
+void HostTier::hold(std::span<const int32_t> blocks) {
+  if (broken()) return;
+  for (const int32_t block : blocks) {
+    if (blocks_.ref_count(block) > 1 || !needs_copy(block)) continue;
+    blocks_.retain(block);
+    leaving_.push_back(block);
+    ++blocks_coming_;
+  }
+}
+
+int64_t HostTier::swap_ns(const StepCosts& costs, int32_t blocks) const {
+  const int64_t held = std::min(blocks, mover_.max_moves()) * static_cast<int64_t>(mover_.block_bytes());
+  const int64_t state = states_ != nullptr ? costs.copy_ns(static_cast<int64_t>(states_->state_bytes()), /*to_device=*/true) : 0;
+  return costs.copy_ns(held, /*to_device=*/false) + state;
+}
+
+void HostTier::collect_leaving(Transfer& transfer) {
+  size_t taken = 0;
+  for (; taken < leaving_.size() && transfer.moves.size() < static_cast<size_t>(mover_.max_moves()); ++taken) {
+    const int32_t host = blocks_.take_host_block(/*even_copies=*/true);
+    if (host < 0) break;
+    transfer.moves.push_back({leaving_[taken], host});
+  }
+  transfer.of_leaving = true;
+  leaving_.erase(leaving_.begin(), leaving_.begin() + static_cast<ptrdiff_t>(taken));
+  if (taken == 0) let_go();
+}
+
+// The others are copied out in the order of their release, as all that is free.
+void HostTier::let_go() {
+  for (const int32_t block : leaving_) blocks_.release(block);
+  blocks_coming_ -= static_cast<int32_t>(leaving_.size());
+  leaving_.clear();
 }
 
 void HostTier::finish_spill(const Transfer& transfer, bool done) {
@@ -138,6 +176,7 @@ void HostTier::finish_spill(const Transfer& transfer, bool done) {
     }
     blocks_.release_moved(move.block);
   }
+  if (transfer.of_leaving) let_go();
 }
 
 // ---- a sequence's blocks, whether the prefix cache knows them or not ----------------------------------------------------

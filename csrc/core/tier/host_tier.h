@@ -13,6 +13,7 @@
 #include "core/block_manager.h"
 #include "core/sequence.h"
 #include "core/stats.h"
+#include "core/step_costs.h"
 #include "core/tier/block_mover.h"
 #include "core/tier/disk_tier.h"
 #include "core/tier/state_tier.h"
@@ -20,7 +21,8 @@
 namespace asyncengine {
 
 // A preempted sequence needs nothing of its own here: its blocks are a prefix that the prefix cache knows, and so it resumes by
-// copies instead of computing its prompt and output once more.
+// copies instead of computing its prompt and output once more. Where layers keep a state, its last block is one as well, with what
+// it has, and all are held until those that others would use first have copies.
 //
 // Blocks that are copied out are held meanwhile, and so are those that come in; nobody's step touches either. A load ends as
 // a whole: then the prefix cache of the device knows all of it, and the sequence is admitted as any other.
@@ -38,7 +40,9 @@ class HostTier {
 
   // Blocks that transfers out hold, and are about to release.
   int32_t blocks_coming() const { return blocks_coming_; }
-  bool busy() const { return num_transfers_ > 0 || num_loading() > 0 || storing() || (states_ != nullptr && states_->busy()); }
+  bool busy() const {
+    return num_transfers_ > 0 || !leaving_.empty() || num_loading() > 0 || storing() || (states_ != nullptr && states_->busy());
+  }
 
   // Takes in transfers that are over and starts others. `ended(sequence)` for each load that is over, and
   // `stored(sequence, hosts)` for a store. True: something moved. Of `awake_ns` see TimeLimit::awake().
@@ -68,6 +72,11 @@ class HostTier {
   // `state`: the chain behind them, if its snapshot is on the host alone; 0: it is not to come.
   // kNothing: all are on the device. kLater: some come for another sequence, or too many sequences load.
   Loading load(Sequence& sequence, std::span<const int32_t> chain, uint64_t state = 0);
+  // A sequence is about to give these back, the first before the others. They are held until a transfer's have copies: whoever
+  // lacks blocks would use others before that, and what is behind them would be worth nothing.
+  void hold(std::span<const int32_t> blocks);
+  // What a sequence that gives so many blocks back costs those who wait for them, and itself when it goes on with its state.
+  int64_t swap_ns(const StepCosts& costs, int32_t blocks) const;
   // Copies out the blocks of a sequence that no step in flight touches; meanwhile it waits. At the end stored() gets the host
   // blocks in their order, pinned: copies that were there already, which others may share, and new ones. None: it came to
   // nothing. False: another store is under way, or the host has no room.
@@ -97,6 +106,7 @@ class HostTier {
       if (transfers_[static_cast<size_t>(i)].of_store) continue;
       for (const BlockMove& move : transfers_[static_cast<size_t>(i)].moves) visit(move.block);
     }
+    std::ranges::for_each(leaving_, visit);
     std::ranges::for_each(store_.blocks, visit);
     for (const Load& load : loads_) std::ranges::for_each(load.held, visit);
   }
@@ -142,12 +152,15 @@ class HostTier {
     std::vector<BlockMove> moves;  // empty: none is under way
     Load* load = nullptr;
     bool of_store = false;
+    bool of_leaving = false;
   };
 
   bool finish_transfer(int i);
   void conclude(int i, bool done);
   bool start_transfer(int i);
   void collect_spill(Transfer& transfer);
+  void collect_leaving(Transfer& transfer);
+  void let_go();
   void collect_load(Transfer& transfer);
   void finish_spill(const Transfer& transfer, bool done);
   void finish_load(const Transfer& transfer, bool done);
@@ -155,6 +168,7 @@ class HostTier {
   bool collect_store(Transfer& transfer);
   bool end_store();
   bool give_up_store();
+  bool needs_copy(int32_t block) const { return blocks_.findable(block) && blocks_.host_copy_of(block) < 0; }
   bool broken() const { return backoff_.paused(awake_ns_); }
 
   Config config_;
@@ -165,6 +179,7 @@ class HostTier {
   std::array<Transfer, BlockMover::kTransfers> transfers_;
   std::array<Load, kLoads> loads_;
   Store store_;
+  std::vector<int32_t> leaving_;  // blocks that are held and in no transfer yet
   std::vector<uint8_t> coming_;  // by host block: a load brings it in
   int num_transfers_ = 0;
   int64_t awake_ns_ = 0;

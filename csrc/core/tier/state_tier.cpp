@@ -112,6 +112,7 @@ void StateTier::end_spill(const Transfer& transfer, bool done) {
 void StateTier::report(Stats& stats) const {
   stats.num_host_snapshots = host_.num_snapshots();
   stats.cached_host_snapshots = host_.num_cached();
+  stats.pinned_host_snapshots = host_.num_pinned();
   stats.snapshots_to_host = copied_out_;
   stats.snapshots_from_host = copied_in_;
   stats.failed_transfers += failed_;
