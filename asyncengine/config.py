@@ -173,7 +173,8 @@ class EngineConfig:
     host_kv_memory_bytes: int | None = None
     """Host memory for KV blocks that the cache evicts. It is pinned for a GPU. Blocks come back when a prompt, or a
     sequence that was preempted, asks for them. At most a quarter of it has states, for layers that keep some, which go
-    and come with their blocks. None: no host tier. Needs enable_prefix_caching."""
+    and come with their blocks; of models that have states alone, three quarters. None: no host tier. Needs
+    enable_prefix_caching."""
     disk_kv_path: str | None = None
     """Directory to which the host tier's blocks are written, and from where they come back, also after a restart. It
     holds what users wrote: files are readable to this user alone. None: no disk tier. Needs host_kv_memory_bytes."""

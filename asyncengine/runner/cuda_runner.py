@@ -111,7 +111,7 @@ class CudaRunner:
                 config, loaded, ops, native, num_blocks, host_rows, ranks[0].exchange, groups=groups
             )
             others = [_other_rank(config, rank, num_blocks, buffers.staging) for rank in ranks[1:]]
-            tier = HostTier.make(config, native, steps.cache)
+            tier = HostTier.make(config, native, steps.cache, num_blocks)
         except torch.OutOfMemoryError as e:
             raise ConfigError(f"{_too_little_memory(device)} ({e})") from e
         on_host = (0, 0) if tier is None else (tier.pool.num_blocks, tier.num_states)

@@ -31,28 +31,39 @@ _LEAST_GAIN = {"auto": 0.05, "always": -1e9}
 
 HOST_STATE_SHARE = 4
 """States take at most the part of one in so many of a host tier's memory."""
+_NAME_BYTES = 256
+"""Memory that a block takes which holds nothing: its tokens, and its place in the index of prefixes."""
 _LEAST_HOST_STATES = 4
 """With fewer, what comes in and what goes out would leave no room for each other."""
 
 
 def choose_num_host_states(config: EngineConfig, state_bytes: int, bytes_per_block: int) -> int:
-    """States of the host tier, where layers keep some; 0 if there is none, or next to no room for them."""
-    if config.host_kv_memory_bytes is None or bytes_per_block == 0 or state_bytes == 0:
+    """States of the host tier, where layers keep some; 0 if there is none, or next to no room for them.
+
+    Where no layer keeps keys and values, the memory is theirs but for what blocks take that only name them.
+    """
+    if config.host_kv_memory_bytes is None or state_bytes == 0:
         return 0
-    states = config.host_kv_memory_bytes // HOST_STATE_SHARE // state_bytes
+    share = config.host_kv_memory_bytes // HOST_STATE_SHARE
+    states = (share if bytes_per_block else config.host_kv_memory_bytes - share) // state_bytes
     return min(states, 1 << 20) if states >= _LEAST_HOST_STATES else 0
 
 
 def choose_num_host_blocks(
     config: EngineConfig, bytes_per_block: int, num_blocks: int, least: int = 1, state_bytes: int = 0
 ) -> int:
-    """Blocks of the host tier beside ``num_blocks`` of the cache; 0 if none is configured, or blocks hold nothing.
+    """Blocks of the host tier beside ``num_blocks`` of the cache; 0 if none is configured, or nothing is kept.
 
-    They share its memory with states of ``state_bytes`` each. Raises ConfigError if the configured memory does not hold
-    ``least`` blocks.
+    They share its memory with states of ``state_bytes`` each. Blocks of ``bytes_per_block`` 0 name the prefixes of
+    these: there are all that sequences may have before so many states, or as many as fit. Raises ConfigError if the
+    configured memory does not hold ``least`` blocks.
     """
-    if config.host_kv_memory_bytes is None or bytes_per_block == 0:
+    if config.host_kv_memory_bytes is None:
         return 0
+    if bytes_per_block == 0:
+        states = choose_num_host_states(config, state_bytes, bytes_per_block)
+        room = config.host_kv_memory_bytes // HOST_STATE_SHARE // _NAME_BYTES
+        return min(states * -(-num_blocks // config.max_num_seqs), room, 2**31 - 1 - num_blocks)
     beside = choose_num_host_states(config, state_bytes, bytes_per_block) * state_bytes
     blocks = (config.host_kv_memory_bytes - beside) // bytes_per_block
     if blocks < least:
@@ -176,6 +187,7 @@ def _result_words(config: EngineConfig, model_info: ModelInfo) -> int:
 def step_loop_config(
     config: EngineConfig, model_info: ModelInfo, token_buckets: Sequence[int] = (), costs: CostTable | None = None
 ) -> StepLoopConfig:
+    on_disk = model_info.num_host_kv_blocks > 0 and model_info.kv_bytes_per_block > 0  # states are not kept there
     return StepLoopConfig(
         scheduler=scheduler_config(config, model_info, token_buckets, costs),
         steps_in_flight=config.steps_in_flight,
@@ -185,7 +197,7 @@ def step_loop_config(
         step_timeout_s=config.step_timeout_s,
         # A busy event loop would miss the moment.
         late_launch=config.late_launch and config.step_driver == "thread",
-        disk_path=config.disk_kv_path or "" if model_info.num_host_kv_blocks else "",
+        disk_path=config.disk_kv_path or "" if on_disk else "",
         fingerprint=model_info.fingerprint,
-        disk_bytes=choose_disk_bytes(config) if model_info.num_host_kv_blocks else 0,
+        disk_bytes=choose_disk_bytes(config) if on_disk else 0,
     )

@@ -189,7 +189,7 @@ void bind_device(py::module_& m) {
 
   py::class_<HostPool, std::shared_ptr<HostPool>>(m, "HostPool")
       .def(py::init([](const CudaDevice& device, size_t block_bytes, int32_t num_blocks, int32_t max_moves) {
-             require(block_bytes >= 1 && max_moves >= 1 && num_blocks >= max_moves, "a pool holds one transfer at least");
+             require(max_moves >= 1 && num_blocks >= max_moves, "a pool holds one transfer at least");
              return make_process_owned<HostPool>(device, block_bytes, num_blocks, max_moves);
            }),
            py::arg("device"), py::arg("block_bytes"), py::arg("num_blocks"), py::arg("max_moves"), py::keep_alive<1, 2>(), NoGil())
@@ -215,7 +215,7 @@ void bind_device(py::module_& m) {
       .def(
           "set_host_pool",
           [](CudaGraphs& self, std::shared_ptr<HostPool> pool, const std::vector<Address>& moves) {
-            require(moves.size() == self.moves.size(), "a graph for each transfer");
+            require(moves.size() == (pool->block_bytes() > 0 ? self.moves.size() : 0), "a graph for each transfer");
             self.host_pool = std::move(pool);
             for (size_t i = 0; i < moves.size(); ++i) self.moves[i] = self.instantiate(moves[i]);
           },

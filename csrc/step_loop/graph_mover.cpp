@@ -8,6 +8,7 @@ GraphMover::GraphMover(const CudaDevice& device, std::shared_ptr<HostPool> pool,
     : StreamMover(device), pool_(std::move(pool)), graphs_(graphs) {}
 
 bool GraphMover::enqueue(int number, std::span<const BlockMove> moves, CudaStream cuda_stream) {
+  if (pool_->block_bytes() == 0) return true;  // layers keep states alone: blocks only name what leads to these
   int32_t* list = pool_->list(number);
   *list++ = static_cast<int32_t>(moves.size());
   for (const BlockMove& move : moves) *list++ = move.block;

@@ -154,9 +154,9 @@ def test_a_prompt_goes_on_from_a_snapshot(saved, variant):
 
 
 @pytest.mark.parametrize("blocks", [64, 9], ids=["blocks stay", "blocks leave"])
-@pytest.mark.parametrize("variant", [kind for kind in KINDS if kind != "mamba2"])
+@pytest.mark.parametrize("variant", KINDS)
 def test_an_evicted_state_comes_back_from_the_host(saved, variant, blocks):
-    """A model without keys and values has no host tier."""
+    """With its blocks, which of a model that has states alone hold nothing."""
     path, _ = saved(variant)
 
     async def main() -> tuple[list[int], list[int], list[int]]:
@@ -171,6 +171,20 @@ def test_an_evicted_state_comes_back_from_the_host(saved, variant, blocks):
     wanted = of_the_cpu(path, prompt, 20)
     assert first == wanted, f"{variant}: before anything moved"
     assert again == wanted, f"{variant}: behind the state that came back"
+
+
+@pytest.mark.parametrize("variant", KINDS)
+def test_a_preempted_sequence_goes_on_where_it_was(saved, variant):
+    """Its state and all of its blocks come back, the last one with what it has: no token is computed twice."""
+    path, _ = saved(variant)
+    jobs = [([(7 * i + j) % tiny.VOCAB_SIZE for i in range(40 + 3 * j)], greedy(70)) for j in range(4)]
+    expected, _ = run(on_cpu, path, jobs, alone=True)
+    outputs, stats = run(make_engine, path, jobs, num_kv_blocks=18, host_kv_memory_bytes=1 << 24)
+    check_same(outputs, expected, jobs, variant)
+    assert stats["num_preemptions"] > 0, "the case must preempt"
+    assert stats["kept_states"] > 0, f"{variant}: no state was kept of {stats['num_preemptions']} that gave way"
+    assert stats["resumed_states"] > 0, f"{variant}: none of {stats['kept_states']} states was gone on with"
+    assert stats["failed_transfers"] == 0
 
 
 @pytest.mark.parametrize("variant", KINDS)

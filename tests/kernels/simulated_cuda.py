@@ -46,10 +46,10 @@ def load(config: EngineConfig) -> Backend:
         variants = [(needs, device.add_graph(partial(_quietly, steps.run, bucket, needs))) for needs in VARIANTS]
         graphs.add_bucket(**bucket._asdict(), variants=variants)
     graphs.set_copy_blocks(device.add_graph(steps.copy_blocks))
-    tier = HostTier.make(config, native, steps.cache)
+    tier = HostTier.make(config, native, steps.cache, num_blocks)
     if tier is not None:
         info = replace(info, num_host_kv_blocks=tier.pool.num_blocks, num_host_states=tier.num_states)
-        moves = [device.add_graph(partial(tier.enqueue, transfer)) for transfer in range(_core.HostPool.transfers)]
+        moves = [device.add_graph(partial(tier.enqueue, transfer)) for transfer in tier.transfers]
         graphs.set_host_pool(tier.pool, moves)
     poison(steps)
     workers = None

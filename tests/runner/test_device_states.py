@@ -87,10 +87,14 @@ def test_a_prompt_goes_on_from_a_snapshot(saved, variant):
     asyncio.run(main())
 
 
-@pytest.mark.parametrize("blocks", [64, 6], ids=["blocks stay", "blocks leave"])
-def test_an_evicted_state_comes_back_from_the_host(saved, blocks):
+@pytest.mark.parametrize(
+    ("variant", "blocks"),
+    [("qwen3.5", 64), ("qwen3.5", 6), ("mamba2", 6)],
+    ids=["blocks stay", "leave", "hold nothing"],
+)
+def test_an_evicted_state_comes_back_from_the_host(saved, variant, blocks):
     """Copies out and in on streams of their own: the tokens are those of transformers, also behind the state."""
-    path, model = saved("qwen3.5")
+    path, model = saved(variant)
 
     async def main() -> None:
         sizes = {**SIZES, **HOST_STATES, "num_kv_blocks": blocks, "max_model_len": 64}

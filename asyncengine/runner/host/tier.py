@@ -20,6 +20,9 @@ logger = logging.getLogger(__name__)
 _TRANSFER_BYTES = 16 << 20
 """Bytes of a transfer: long enough for the link's full rate, short enough for others to get their turn."""
 
+_NAME_MOVES = 64
+"""Blocks that hold nothing of a transfer."""
+
 _MOST_OF_MEMORY = 0.9
 """Most of the available memory that is pinned. The system ends a process that touches more, where it only refuses to
 pin more."""
@@ -69,20 +72,23 @@ class HostTier:
         self._lists = lists
 
     @classmethod
-    def make(cls, config: EngineConfig, native: CudaDevice, cache: KVCache) -> Self | None:
-        """Make a host tier for the blocks and states of a cache; None if none is configured, or nothing can be pinned.
+    def make(cls, config: EngineConfig, native: CudaDevice, cache: KVCache, num_blocks: int) -> Self | None:
+        """Make a host tier for ``num_blocks`` blocks and the states of a cache; None if none is configured, or nothing
+        can be pinned.
 
         A block of the host has the planes of the block side by side, group after group. Raises ConfigError if the
         configured memory does not hold one transfer.
         """
         groups = [planes.view(torch.int32) for planes in cache.groups]
         bytes_per_block = sum(planes[:, 0].nbytes for planes in groups)
-        if config.host_kv_memory_bytes is None or bytes_per_block == 0:
+        if config.host_kv_memory_bytes is None:
             return None
-        moves = _moves(bytes_per_block)
         regions = cache.state_regions()
         of_state = sum(num_bytes for _, num_bytes in regions)
-        wanted = choose_num_host_blocks(config, bytes_per_block, groups[0].shape[1], moves, of_state)
+        if bytes_per_block == 0:
+            return cls._of_states(config, native, regions, of_state, num_blocks)
+        moves = _moves(bytes_per_block)
+        wanted = choose_num_host_blocks(config, bytes_per_block, num_blocks, moves, of_state)
         given = min(wanted, int(_MOST_OF_MEMORY * available_memory()) // bytes_per_block)
         try:
             pool = HostPool(native, bytes_per_block, max(moves, given), moves)
@@ -108,6 +114,23 @@ class HostTier:
         words = pool.list_words
         lists = [host_view(pool.list(i), 4 * words, torch.int32) for i in range(HostPool.transfers)]
         return cls(pool, groups, gathered, lists, states)
+
+    @classmethod
+    def _of_states(
+        cls, config: EngineConfig, native: CudaDevice, regions: list[tuple[int, int]], of_state: int, num_blocks: int
+    ) -> Self | None:
+        """Of a model whose layers keep states alone: its blocks hold nothing, and nothing moves with them."""
+        names = choose_num_host_blocks(config, 0, num_blocks, state_bytes=of_state)
+        if names == 0:
+            return None
+        pool = HostPool(native, 0, names, min(names, _NAME_MOVES))
+        states = _pin_states(pool, native, regions, choose_num_host_states(config, of_state, 0))
+        return cls(pool, [], torch.empty(0), [], states) if states else None
+
+    @property
+    def transfers(self) -> range:
+        """Transfers that launch a graph."""
+        return range(HostPool.transfers if self._groups else 0)
 
     def enqueue(self, transfer: int) -> None:
         """The kernels of a transfer, between its list and the copies that come before it or after it."""

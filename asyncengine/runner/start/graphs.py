@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from asyncengine._core import CudaDevice, CudaGraphs, HostPool
+from asyncengine._core import CudaDevice, CudaGraphs
 from asyncengine.errors import ConfigError
 from asyncengine.runner.host.tier import HostTier
 from asyncengine.runner.steps.buckets import Bucket
@@ -73,7 +73,7 @@ class CapturedSteps:
         """The graphs of a host tier's transfers, whose lists are empty."""
         pool, graphs = torch.cuda.graph_pool_handle(), []
         with torch.cuda.stream(cuda_stream):
-            for transfer in range(HostPool.transfers):
+            for transfer in tier.transfers:
                 tier.enqueue(transfer)  # compiles and loads the kernel
                 graphs.append(self._capture(partial(tier.enqueue, transfer), cuda_stream, pool))
         self.native.set_host_pool(tier.pool, graphs)

@@ -18,10 +18,10 @@ namespace asyncengine {
 class HostPool {
  public:
   // Pins `num_blocks`, or half of them, or a quarter, and so on, down to those of one transfer. Throws
-  // CudaError if not even that.
+  // CudaError if not even that. Blocks of 0 bytes take no memory.
   HostPool(const CudaDevice& device, size_t block_bytes, int32_t num_blocks, int32_t max_moves)
       : block_bytes_(block_bytes), num_blocks_(num_blocks), max_moves_(max_moves) {
-    memory_ = pin_most(device, block_bytes, num_blocks_, max_moves);
+    if (block_bytes > 0) memory_ = pin_most(device, block_bytes, num_blocks_, max_moves);
     lists_ = allocate_pinned(device, BlockMover::kTransfers * list_words() * sizeof(int32_t));
     std::fill_n(reinterpret_cast<int32_t*>(lists_.data()), BlockMover::kTransfers * list_words(), 0);
   }
