@@ -115,7 +115,7 @@ void Scheduler::schedule(StepPlan& plan, int64_t now_ns) {
   schedule_decodes(plan);
   pace_.begin(plan, prefilling_);
   if (prefilling_ > 0) schedule_prefills(plan);
-  if (plan.empty() && !roster_.left_states().empty()) [[unlikely]] {
+  if (plan.empty() && !roster_.left_states().empty() && roster_.blocks_coming() == 0) [[unlikely]] {
     roster_.free_left_slots(0);  // there may be no step that copies them
   }
   // A sequence that was just preempted must not take back in the same step the blocks that it gave.
@@ -328,6 +328,7 @@ void Scheduler::save_state(const Slot& slot, int32_t position, bool for_siblings
 // The states of sequences that gave way are copied before others get their slots. If there is no step, or no room, they are
 // computed again.
 void Scheduler::save_left_states(StepPlan& plan) {
+  if (plan.empty() && roster_.blocks_coming() > 0) return;  // a step waits for their blocks
   for (const Roster::LeftState& left : roster_.left_states()) {
     const int32_t state = plan.empty() ? -1 : roster_.states().take(plan.step);
     if (state < 0) continue;

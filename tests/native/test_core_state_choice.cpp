@@ -40,7 +40,7 @@ const StepCosts kCopyingIsCheap = costs_of(0.1), kComputingIsCheap = costs_of(10
 SchedulerConfig small(const StepCosts& costs) {
   SchedulerConfig config{.num_blocks = 10, .max_num_seqs = 2, .max_num_batched_tokens = 64, .max_model_len = 160};
   config.num_host_blocks = kHostBlocks;
-  config.num_state_slots = config.max_num_seqs + 1;
+  config.num_state_slots = config.max_num_seqs + 3;
   config.num_host_states = kHostStates;
   config.costs = costs;
   return config;
@@ -111,7 +111,7 @@ TEST(a_snapshot_comes_back_where_copying_is_cheap_and_is_computed_where_that_is)
 Start goes_on(const StepCosts& costs, Stats& stats) {
   States s(costs);
   s.bench.add(make_spec(1, 40, 100), 1);
-  s.bench.add(make_spec(2, 43, 100, 1, 9), 2);
+  s.bench.add(make_spec(2, 35, 100, 1, 9), 2);
   while (s.stats().num_preemptions == 0) CHECK(s.step(2));
   for (uint64_t id = 3; id < 6; ++id) s.bench.add(make_spec(id, 40, 3, 1, static_cast<int32_t>(7 * id)), 0);
   s.run(/*watched=*/2);
