@@ -5,7 +5,8 @@ Without a GPU the Triton kernels run in Triton's interpreter, which is decided w
 Torch gets one thread, here and in processes that tests start: there is a worker of pytest for every core.
 
 A test that is marked ``sampled(n)`` has many like cases: one of n runs. All of them run with
---exhaustive (make exhaustive) and where there is a GPU, and so do tests that are marked ``exhaustive``.
+--exhaustive (make exhaustive) and where there is a GPU, and so do tests that are marked ``exhaustive``. Tests that
+count examples or turns by tests/amounts.py take more of them then.
 
 Nothing that collection imports is ever garbage. No garbage is looked for until it has ended, and then only among what
 is newer.
@@ -18,6 +19,8 @@ from collections import Counter
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
+
+from tests import amounts
 
 gc.disable()
 
@@ -41,20 +44,28 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--exhaustive", action="store_true", help="all cases of all tests, of which make test runs some")
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("--exhaustive"):
+        os.environ[amounts.EXHAUSTIVE] = "1"
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     refuse_shared_names(items)
-    if not (config.getoption("--exhaustive") or torch.cuda.is_available()):
+    if not amounts.has_all_cases():
         leave_out_like_cases(config, items)
 
 
 def leave_out_like_cases(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Deselect tests marked exhaustive, and all but each n-th case of a test marked sampled(n)."""
+    """Deselect tests marked exhaustive, and all but each n-th of the other cases of a test marked sampled(n)."""
     seen: Counter[str] = Counter()
     left_out = []
     for item in items:
         test = item.nodeid.partition("[")[0]
         mark = item.get_closest_marker("sampled")
-        if item.get_closest_marker("exhaustive") or (mark is not None and seen[test] % mark.args[0]):
+        if item.get_closest_marker("exhaustive"):
+            left_out.append(item)
+            continue
+        if mark is not None and seen[test] % mark.args[0]:
             left_out.append(item)
         seen[test] += 1
     if left_out:

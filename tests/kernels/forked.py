@@ -16,9 +16,12 @@ import tempfile
 import traceback
 from collections.abc import Mapping, Sequence
 from functools import cache
+from importlib import import_module
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
+WITHOUT_PTXAS = "KERNELS_WITHOUT_PTXAS"
+"""Environment variable with which kernels compile to PTX and no further. Registers are then not known."""
 
 
 def run_forked(arguments: Sequence[str], **environment: str) -> list[str]:
@@ -51,7 +54,8 @@ def _parent() -> subprocess.Popen[str]:
 
 def serve() -> None:
     """A line of standard input is a job; its exit status is a line of standard output."""
-    import tests.kernels.compile_for  # noqa: F401 - and with it torch and Triton
+    for module in ("tests.kernels.compile_for", "asyncengine.runner.host.rows", "asyncengine.runner.start.tuning"):
+        import_module(module)  # and with them torch, Triton and the kernels of a step
 
     for line in sys.stdin:
         job = json.loads(line)

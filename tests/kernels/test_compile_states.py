@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.kernels.test_compile import run
+from tests.kernels.test_compile import AMOUNT, run
 
 LAYERS = """
 import math
@@ -36,8 +36,10 @@ layers = (
     ShortConv(some(3, 2048)), delta(32, 16, False), delta(32, 16, True), mamba(128, 64, 128, 8, False, True),
     mamba(24, 128, 256, 1, True, False),
 )
-for dtype in (torch.bfloat16, torch.float32):
-    for layer in layers if dtype == torch.bfloat16 else layers[:2]:
+one_of_each_kind = layers[0], layers[1], layers[3]
+of_bfloat16 = one_of_each_kind if sys.argv[2] == "sample" else layers
+for dtype, some_layers in ((torch.bfloat16, of_bfloat16), (torch.float32, layers[:2]))[: 1 + (sys.argv[2] == "all")]:
+    for layer in some_layers:
         if isinstance(layer, ShortConv):
             width, num_bytes, run = layer.weight.shape[1], ShortConv.state_bytes(*layer.weight.shape), ops.short_conv
         else:
@@ -60,7 +62,7 @@ for name, kernel in compiled.items():
 
 
 def test_layers_with_a_state_compile(tmp_path):
-    compiled = run(tmp_path, "-c", LAYERS, "90")
+    compiled = run(tmp_path, "-c", LAYERS, "90", AMOUNT)
     wait = ":griddepcontrol.wait"
     names = (
         "_conv_kernel", "_shift_kernel", "_delta_kernel", "_mamba_kernel", "_gate_kernel", "_inverse_kernel",

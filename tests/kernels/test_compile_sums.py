@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from tests.kernels.test_compile import run
 
 SUMS = """
@@ -39,6 +41,7 @@ def test_sums_over_gpus_compile(tmp_path):
 
 
 LATENT = """
+import sys
 from tests.kernels.compile_for import install, spills
 compiled = install()
 import torch
@@ -50,7 +53,7 @@ from asyncengine.kernels.ops import LayerLatentCache
 
 def random(*shape): return torch.zeros(shape, dtype=torch.bfloat16)
 
-for heads in (20, 128):
+for heads in [int(sys.argv[1])]:
     layer = LatentLayer(heads, 512, 64, random(512), 1e-6, torch.zeros(8, 64), 0.1, None)
     for float8, rows, tokens in ((form, *sizes) for form in (False, True) for sizes in ((1, 1), (256, 256), (4, 64))):
         step, cache = allocate_step(rows, 8, rows, tokens, torch.device("cpu")), LayerLatentCache(random(1, 16, 576))
@@ -66,11 +69,13 @@ for name, kernel in compiled.items():
 """
 
 
-def test_attention_over_latents_compiles(tmp_path):
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("heads", [20, 128])
+def test_attention_over_latents_compiles(tmp_path, heads):
     """The heads of GLM-4.7-Flash and DeepSeek-V3: one row, many, and a prompt; registers suffice. Kernels that read
     float8 make float16 of it by the hardware's own instruction."""
     wait, narrows, widens = "griddepcontrol.wait", "cvt.rn.satfinite.e4m3x2", "cvt.rn.f16x2.e4m3x2"
-    assert set(run(tmp_path, "-c", LATENT)) == {
+    assert set(run(tmp_path, "-c", LATENT, str(heads))) == {
         *(f"{name}:{wait}" for name in ("_latent_store_kernel", "_latent_sum_kernel")),
         f"_latent_store_kernel:{wait}:{narrows}",
         *(f"_latent_kernel:{words}:{wait}" for words in ("mma.sync", "wgmma")),
@@ -79,6 +84,7 @@ def test_attention_over_latents_compiles(tmp_path):
 
 
 EXPANDED = """
+import sys
 from tests.kernels.compile_for import install, spills
 compiled = install()
 import torch
@@ -90,7 +96,7 @@ from asyncengine.kernels.latent import LatentLayer
 torch.mm = lambda a, b: a.new_empty(len(a), b.shape[1])  # nothing is to be computed
 def random(*shape): return torch.zeros(shape, dtype=torch.bfloat16)
 
-for heads, key, value in ((20, 192, 256), (16, 128, 128), (128, 128, 128)):
+for heads, key, value in [map(int, sys.argv[1:])]:
     layer = LatentLayer(heads, 512, 64, random(512), 1e-6, torch.zeros(8, 64), 0.1, random(heads, key + value, 512))
     step, q, rows = allocate_step(4, 8, 4, 512, torch.device("cpu")), random(512, heads, key + 64), random(512, 1344)
     plan = choose_expanded(512, key, layer, value, torch.bfloat16, H200)
@@ -101,6 +107,8 @@ for name, kernel in compiled.items():
 """
 
 
-def test_attention_over_keys_made_of_latents_compiles(tmp_path):
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("heads", [(20, 192, 256), (16, 128, 128), (128, 128, 128)], ids=str)
+def test_attention_over_keys_made_of_latents_compiles(tmp_path, heads):
     """The heads of GLM-4.7-Flash, DeepSeek-V2-Lite and DeepSeek-V3, by Hopper's products; registers suffice."""
-    assert run(tmp_path, "-c", EXPANDED) == 3 * ["_expanded_kernel:wgmma:griddepcontrol.wait"]
+    assert run(tmp_path, "-c", EXPANDED, *map(str, heads)) == ["_expanded_kernel:wgmma:griddepcontrol.wait"]

@@ -10,7 +10,8 @@ import pytest
 from triton.runtime.build import compile_module_from_src
 
 import asyncengine.kernels.cuda.launch.compiling  # noqa: F401 - which has Triton load apart
-from tests.kernels.forked import run_forked
+from tests.amounts import has_all_cases
+from tests.kernels.forked import WITHOUT_PTXAS, run_forked
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -46,7 +47,7 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "large_steps_launch_what_was_compiled",
         "many_rows_launch_what_was_compiled",
         "steps_with_lanes_launch_what_was_compiled",
-        "steps_find_their_kernels",
+        pytest.param("steps_find_their_kernels", marks=pytest.mark.exhaustive),
         "a_second_start_measures_nothing",
     ],
 )
@@ -55,9 +56,11 @@ def test_steps(tmp_path: Path, cache: Path, case: str) -> None:
 
 
 def run(cache: Path, own: Path, *arguments: str) -> None:
+    without_ptxas = {} if has_all_cases() else {WITHOUT_PTXAS: "1"}
     run_forked(
-        ["-m", "tests.kernels.side_by_side", *arguments], TRITON_CACHE_DIR=str(cache), ASYNCENGINE_CACHE=str(own)
-    )
+        ["-m", "tests.kernels.side_by_side", *arguments], TRITON_CACHE_DIR=str(cache), ASYNCENGINE_CACHE=str(own),
+        **without_ptxas,
+    )  # fmt: skip
 
 
 def test_whatever_a_step_launches_can_be_compiled_alone() -> None:
