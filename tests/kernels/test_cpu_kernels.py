@@ -61,6 +61,7 @@ def assert_same(a: Tensor, b: Tensor) -> None:
 # ---- linear ----
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("rows", [1, 2, 3, 4, 5, 7, 16, 33, 300])
 @pytest.mark.parametrize("k", [1, 15, 64, 100, 768, 1601])
 def test_linear(ops: CpuOps, dtype: torch.dtype, rows: int, k: int) -> None:
@@ -79,6 +80,7 @@ def test_linear(ops: CpuOps, dtype: torch.dtype, rows: int, k: int) -> None:
     assert_near(logits, torch.cat(expected, 1), torch.cat(scale, 1))
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("rows", [1, 3, 6, 13, 15, 16, 33, 300])
 @pytest.mark.parametrize("k", [1, 15, 64, 769, 1601])
 def test_linear_of_transposed_weights_is_the_same(ops: CpuOps, dtype: torch.dtype, rows: int, k: int) -> None:
@@ -410,6 +412,7 @@ class Paged:
 SHAPES = [((1, 1), 64), ((3, 3), 40), ((7, 1), 80), ((6, 2), 128), ((4, 4), 96), ((3, 1), 7), ((35, 1), 16)]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("heads", "dim"), SHAPES)
 @pytest.mark.parametrize("window", [0, 5, 70])
 @pytest.mark.parametrize("softcap", [0.0, 0.7])
@@ -422,12 +425,14 @@ def test_attention(
         assert_near(out, paged.twin(s, window), 1.0)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("window", [0, 3, 100, 600])
 def test_attention_over_partitions(ops: CpuOps, window: int) -> None:
     paged = Paged([1300], (3, 1), 32, torch.float32, block_size=48)
     assert_near(paged.step(ops, [(0, 0, 1300)], window)[0], paged.twin(0, window), 1.0)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("window", [0, 9, 540])
 @pytest.mark.parametrize(("heads", "softcap"), [((2, 2), 0.0), ((5, 1), 0.0), ((2, 1), 2.0)])
 def test_attention_does_not_depend_on_chunking_batch_or_threads(

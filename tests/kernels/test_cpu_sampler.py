@@ -60,6 +60,7 @@ def filtered_softmax(logits: Tensor, sampling: Sampling) -> Tensor:
     return torch.zeros_like(ranked).scatter(0, order, ranked / ranked.sum())
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "sampling",
     [

@@ -26,6 +26,7 @@ from asyncengine.kernels.cuda.rows.rotary import rotary_store_kv
 from asyncengine.kernels.cuda.step.tensors import allocate_step
 from asyncengine.kernels.float8_cache import quantize_heads
 from asyncengine.kernels.ops import AttentionLayer, HeadNorms, LayerKVCache
+from tests.amounts import examples
 from tests.kernels.test_paged_attention import SMALL, TOLERANCE, Case, World, backwards, check, make_world, to_device
 from tests.kernels.test_paged_attention import cases as attention_cases
 
@@ -158,7 +159,7 @@ def cases(draw: st.DrawFn) -> tuple[Case, bool, bool, int]:
     return case, draw(st.booleans()), draw(st.booleans()), draw(st.sampled_from([1, 2, 4, 16]))
 
 
-@settings(max_examples=10)
+@settings(max_examples=examples(10))
 @given(cases())
 @example((Case(((1, 0), (1, 16), (1, 77))), True, True, 2))
 @example((Case(((1, 31), (0, 0), (1, 48)), head_dim=80, group=7, dtype=torch.bfloat16), True, True, 4))
@@ -171,7 +172,7 @@ def test_matches_separate_operations(device: torch.device, drawn: tuple[Case, bo
     make_decode(case, device, norm, rotary).check(pieces)
 
 
-@settings(max_examples=10)
+@settings(max_examples=examples(10))
 @given(cases(), st.booleans())
 @example((Case(((1, 0), (1, 16), (1, 77))), True, True, 0), False)
 @example((Case(((1, 32), (0, 0), (1, 48)), head_dim=80, group=7, dtype=torch.bfloat16), True, True, 0), True)
@@ -194,7 +195,7 @@ def test_a_work_list_matches_separate_operations(
     decode.check(decode.world.work().decode_only)
 
 
-@settings(max_examples=3)
+@settings(max_examples=examples(3))
 @given(attention_cases(head_dims=(16, 80)), st.sampled_from([1, 2, 4, 16]), st.sampled_from([0, 2]))
 @example(Case(((1, 40), (5, 0), (3, 30)), group=3, head_dim=80, dtype=torch.bfloat16), 4, 0)
 @example(Case(((7, 60), (0, 0), (1, 33)), window=33, block_size=48), 2, 1)
@@ -228,7 +229,7 @@ def check_prompts_as_rows(case: Case, device: torch.device, pieces: int, spare: 
         torch.testing.assert_close(cache.float(), was.float(), rtol=0, atol=0, equal_nan=True)
 
 
-@settings(max_examples=8)
+@settings(max_examples=examples(8))
 @given(cases())
 @example((Case(((1, 0), (1, 16), (1, 77), (1, 300)), programs=24), True, True, 0))
 @example((Case(((1, 31), (0, 0), (1, 300)), head_dim=128, group=4, dtype=torch.bfloat16), False, True, 0))
@@ -309,6 +310,7 @@ def test_no_slot_is_no_write(device: torch.device, listed: bool) -> None:
         assert torch.equal(after.isnan(), before.isnan())
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("listed", [False, True])
 def test_results_do_not_depend_on_the_order_of_arrival(device: torch.device, listed: bool) -> None:
     decode = make_decode(Case(((1, 590), (1, 40)), head_dim=128, programs=12), device)

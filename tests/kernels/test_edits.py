@@ -186,7 +186,7 @@ class World:
         return tokens[:HEADS]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("seed", range(30 if torch.cuda.is_available() else 6))
 def test_slots_and_their_successors(device: torch.device, seed: int) -> None:
     """Each slot has a sequence of four steps, then another one."""

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from asyncengine.kernels.cuda.comm import exchange as comm
+from asyncengine.kernels.cuda.comm import peers, sums
 from asyncengine.kernels.cuda.comm.exchange import (
     Exchange,
     allocate,
@@ -61,6 +62,7 @@ def norms(dtype: torch.dtype) -> list[Norm | None]:
     return [None, Norm(gain, None, 1e-5), Norm(gain.to(dtype), shift.to(dtype), 1e-5), Norm(gain.to(dtype), None, 1.0)]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("packets", [True, False], ids=["packets", "flags"])
 @pytest.mark.parametrize(
     ("ranks", "dtype"), [(2, torch.bfloat16), (3, torch.bfloat16), (2, torch.float16), (2, torch.float32)]
@@ -123,6 +125,8 @@ def test_a_rank_alone_waits_for_nobody_and_a_release_ends_a_wait(
     few_rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(comm, "FEW_ROWS", few_rows)
+    for module in (peers, sums):  # a look takes the interpreter as long as a thousand take a GPU
+        monkeypatch.setattr(module, "PATIENCE", 20)
     exchanges = made(2)
     for exchange in exchanges:
         connect_alone(exchange)

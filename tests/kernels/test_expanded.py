@@ -89,6 +89,7 @@ ABSORBED = LatentPlan(1, 16, 16, 4, 1, 2)
 PLANS = {"small tiles": ExpandedPlan(16, 16, 4, 1), "tiles of several turns": ExpandedPlan(32, 16, 4, 2)}
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("float8", [False, True], ids=["", "float8"])
 @pytest.mark.parametrize(("name", "sizes"), [("small tiles", (12, 16)), ("tiles of several turns", (24, 40))])
 @torch.inference_mode()
@@ -104,6 +105,7 @@ def test_both_forms_together_are_the_operation_of_the_cpu(
     torch.testing.assert_close(stored, on_host, atol=1e-5, rtol=0.13 if float8 else 1e-5)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", PLANS)
 @torch.inference_mode()
 def test_the_expanded_form_in_bfloat16_is_near_that_of_the_cpu(device: torch.device, name: str) -> None:

@@ -24,6 +24,7 @@ from asyncengine.kernels.cuda.ops import CudaOps, CudaOptions
 from asyncengine.kernels.cuda.rows.quantise import quantize_rows
 from asyncengine.kernels.float8 import FLOAT8, FLOAT8_MAX, Quantized, join, pack_float8, quantize, scaled_product
 from asyncengine.kernels.ops import Activation, Norm
+from tests.amounts import examples
 from tests.kernels.poison import poison_new_memory, surrounded, taken
 from tests.kernels.twins import NO_STEP, activated, assert_within
 
@@ -69,7 +70,7 @@ def assert_same_rows(got: Quantized, expected: Quantized, *, wrong: int = 0) -> 
 @given(rows=st.integers(1, 5), width=st.sampled_from([1, 7, 48, 80, 129, 520]), seed=st.integers(0, 1000),
        stride=st.sampled_from([0, 8, 13]), made_by=st.sampled_from(["nothing", "norm", "silu_mul"]),
        spread=st.integers(0, 20))  # fmt: skip
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 def test_rows(device: torch.device, rows: int, width: int, seed: int, stride: int, made_by: str, spread: int) -> None:
     """Elements differ by up to 2^20 within a row, so that some are float8's subnormals and some are lost."""
     random = make_random(seed)
@@ -106,7 +107,7 @@ def test_nan_and_infinity_poison_their_row_alone(device: torch.device) -> None:
 
 
 @given(rows=st.lists(st.integers(1, 40), min_size=1, max_size=3), inner=st.integers(1, 70), seed=st.integers(0, 100))
-@settings(max_examples=20)
+@settings(max_examples=examples(20))
 def test_weights_one_by_one_are_weights_together(rows: list[int], inner: int, seed: int) -> None:
     weights = [w * 2.0**i for i, w in enumerate(make_random(seed)(sum(rows), inner).split(rows))]
     got = join([quantize(w) for w in weights])
@@ -216,14 +217,14 @@ INNER = st.sampled_from([64, 80, 96, 128])
 
 @given(case=st.builds(Case, rows=st.integers(1, 2), columns=st.sampled_from([8, 12, 24]), inner=INNER, **fused),
        columns=st.sampled_from([4, 8]), inner=st.sampled_from([32, 64, 128]))  # fmt: skip
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 def test_vector(device: torch.device, case: Case, columns: int, inner: int) -> None:
     case.run(Plan("vector", 4 if case.columns % columns else columns, inner, 1), device)
 
 
 @given(case=st.builds(Case, rows=st.integers(1, 16), columns=st.sampled_from([16, 32, 48]), inner=INNER, **fused),
        ahead=st.integers(0, 2), inner=st.sampled_from([16, 32]))  # fmt: skip
-@settings(max_examples=50)
+@settings(max_examples=examples(50))
 def test_skinny(device: torch.device, case: Case, ahead: int, inner: int) -> None:
     ahead = min(ahead, case.inner // (2 * inner))
     case = replace(case, before=case.before or ahead > 0)
@@ -234,7 +235,7 @@ def test_skinny(device: torch.device, case: Case, ahead: int, inner: int) -> Non
                       before=st.just(True), **operands),
        rows=st.sampled_from([16, 32, 64]), columns=st.sampled_from([16, 64]), inner=st.sampled_from([32, 64, 128]),
        split=st.integers(1, 2), stages=st.integers(1, 3))  # fmt: skip
-@settings(max_examples=50)
+@settings(max_examples=examples(50))
 def test_tiled(device: torch.device, case: Case, rows: int, columns: int, inner: int, split: int, stages: int) -> None:
     if case.inner % (split * inner):
         split = 1
@@ -244,7 +245,7 @@ def test_tiled(device: torch.device, case: Case, rows: int, columns: int, inner:
 @given(case=st.builds(Case, rows=st.integers(1, 140), columns=st.integers(1, 70), inner=INNER, norm=st.booleans(),
                       before=st.just(True), **operands),
        row=st.integers(0, 139))  # fmt: skip
-@settings(max_examples=20)
+@settings(max_examples=examples(20))
 def test_a_row_alone_is_the_row_in_a_batch(device: torch.device, case: Case, row: int) -> None:
     row %= case.rows
     assert torch.equal(case.run(INVARIANT, device, only=row), case.run(INVARIANT, device)[row : row + 1])
@@ -352,6 +353,7 @@ PLANS: dict[str, Plan | None] = {
 }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("first", "second", "rows"),
     [
@@ -375,6 +377,7 @@ def test_an_mlp(device: torch.device, first: str, second: str, rows: int) -> Non
     assert_near(got, mlp.twin(x))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("hidden", "inner"), [(64, 96), (48, 88), (50, 70)])
 def test_many_rows_and_odd_shapes(device: torch.device, hidden: int, inner: int) -> None:
     """The scaled product takes multiples of 16; a kernel of ours multiplies the others."""

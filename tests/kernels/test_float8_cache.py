@@ -90,6 +90,7 @@ def test_numbers_are_stored_as_torch_rounds_them(ops: CpuOps, dtype: torch.dtype
 SHAPES = [((1, 1), 64), ((3, 3), 40), ((7, 1), 80), ((6, 2), 128), ((3, 1), 7), ((35, 1), 16)]
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(("heads", "dim"), SHAPES)
 @pytest.mark.parametrize("window", [0, 70])
 @pytest.mark.parametrize("softcap", [0.0, 0.7])

@@ -154,6 +154,7 @@ CODED = {
 ON_THE_GPU = [*((settings, 192) for settings in KINDS.values()), *((settings, 512) for settings in CODED.values())]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("settings", "columns"), ON_THE_GPU, ids=[*KINDS, *(f"{name}, coded" for name in CODED)])
 def test_products_of_the_gpu(settings: dict[str, Any], columns: int, dtype: torch.dtype, device: torch.device) -> None:
@@ -181,6 +182,7 @@ def test_products_of_the_gpu(settings: dict[str, Any], columns: int, dtype: torc
             assert_within(ops.plain(residual, NO_STEP), exact + 1, 2 * bound)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("settings", "columns"), ON_THE_GPU, ids=[*KINDS, *(f"{name}, coded" for name in CODED)])
 def test_results_of_invariant_products_do_not_depend_on_the_rows(

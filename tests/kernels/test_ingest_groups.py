@@ -47,6 +47,7 @@ class Tables:
         return token
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("seed", range(2))
 def test_each_group_has_its_tables_and_slots(device: torch.device, seed: int) -> None:
     draw = random.Random(seed)

@@ -196,7 +196,7 @@ CASES = [
 ]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(("variant", "attention", "config"), CASES, ids=[f"{v} {a}" for v, a, _ in CASES])
 def test_rows_in_lanes_get_their_tokens(checkpoint: Any, monkeypatch: pytest.MonkeyPatch, variant, attention, config):
     if attention == "work lists":

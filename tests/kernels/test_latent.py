@@ -104,6 +104,7 @@ PLANS = {
 }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("sizes", [(3, 24, 8), (20, 32, 16)], ids=["3 heads", "20 heads"])
 @pytest.mark.parametrize("name", PLANS)
@@ -121,6 +122,7 @@ def test_attention_is_that_of_torch(
     assert set(changed.tolist()) == set(case.step.slot_mapping[: case.count].tolist())
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("name", PLANS)
 @torch.inference_mode()

@@ -36,6 +36,7 @@ def plain(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int, softcap: f
     return torch.einsum("ht,thd->hd", score.softmax(1), v)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(4, 2, 32), (6, 1, 64), (2, 2, 20)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("float8", [False, True])

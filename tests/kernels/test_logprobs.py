@@ -62,6 +62,7 @@ def rows_of_neighbours(vocab: int) -> Tensor:
     return rows
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("make", [rows_with_ties, rows_of_neighbours])
 @pytest.mark.parametrize(("vocab", "tile"), [(5, 64), (19, 64), (150, 16), (150, 64), (1000, 256), (9001, 4096)])
 def test_the_most_probable_tokens_are_those_of_a_sort(

@@ -26,6 +26,7 @@ from asyncengine.kernels.cuda.step.tensors import DeviceStep, allocate_step
 from asyncengine.kernels.float8 import FLOAT8, FLOAT8_MAX
 from asyncengine.kernels.float8_cache import with_inverses
 from asyncengine.kernels.ops import AttentionLayer, LayerKVCache
+from tests.amounts import examples
 
 SMALL = (Tile(16, 16, 4, 2, 1), Tile(16, 16, 4, 2, 1))
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
@@ -254,7 +255,7 @@ def cases(draw: st.DrawFn, head_dims: Sequence[int] = (16, 32, 64, 80, 96, 128))
     )
 
 
-@settings(max_examples=12)
+@settings(max_examples=examples(12))
 @given(cases())
 @example(Case(((1, 200), (1, 0), (1, 16))))
 @example(Case(((1, 150), (30, 20), (0, 0), (2, 47)), head_dim=80, group=3, dtype=torch.bfloat16))
@@ -334,6 +335,7 @@ def backwards(device: torch.device) -> Iterator[None]:
         del builder.set_grid_idx
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("split_tokens", [0, 32])
 def test_results_do_not_depend_on_the_order_of_arrival(device: torch.device, split_tokens: int) -> None:
     case = Case(((1, 150), (25, 60), (1, 90)), split_tokens=split_tokens, programs=8)
@@ -358,6 +360,7 @@ def test_a_step_leaves_nothing_to_the_next(device: torch.device) -> None:
         check(world, world.attend(work))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_fixed_splits_make_rows_independent(device: torch.device, dtype: torch.dtype) -> None:
     case = Case(((1, 140), (1, 12), (20, 33), (1, 60)), dtype=dtype, split_tokens=32)
@@ -376,6 +379,7 @@ def test_fixed_splits_make_rows_independent(device: torch.device, dtype: torch.d
         assert torch.equal(alone.attend(work)[mine], together[mine])
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("window", [0, 21])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_fixed_splits_make_tokens_independent_of_chunks(device: torch.device, dtype: torch.dtype, window: int) -> None:

@@ -21,6 +21,7 @@ from asyncengine.kernels.cuda.rows.norms import norm_rows
 from asyncengine.kernels.cuda.rows.rotary import rotary_store_kv, scale_queries, store_kv
 from asyncengine.kernels.cuda.rows.tensors import empty_rows
 from asyncengine.kernels.ops import Norm
+from tests.amounts import examples
 from tests.kernels.poison import poison_new_memory
 
 # As on the GPU, exp overflows to infinity in the tail of a sigmoid.
@@ -109,7 +110,7 @@ def check_rows(name: str, rows: int, width: int, dtype: torch.dtype, seed: int, 
     bfloat16=st.booleans(),
     seed=st.integers(0, 1000),
 )
-@settings(max_examples=12)
+@settings(max_examples=examples(12))
 def test_rows(device: torch.device, name: str, rows: int, width: int, bfloat16: bool, seed: int) -> None:
     check_rows(name, rows, width, DTYPES[bfloat16], seed, device)
 
@@ -168,7 +169,7 @@ def test_a_norm_of_chosen_rows(device: torch.device, dtype: torch.dtype) -> None
 
 @given(rows=st.integers(1, 5), width=st.integers(1, 70) | st.sampled_from([768, 1600]), parts=st.integers(1, 8),
        layer=st.booleans(), bfloat16=st.booleans(), chosen=st.booleans(), seed=st.integers(0, 99))  # fmt: skip
-@settings(max_examples=25)
+@settings(max_examples=examples(25))
 def test_a_norm_adds_up_parts(
     device: torch.device, rows: int, width: int, parts: int, layer: bool, bfloat16: bool, chosen: bool, seed: int
 ) -> None:
@@ -199,7 +200,7 @@ def test_a_norm_adds_up_parts(
     tokens=st.integers(1, 6), width=st.integers(1, 70) | st.sampled_from([768, 1600, 4096]), positions=st.booleans(),
     bfloat16=st.booleans(), seed=st.integers(0, 99),
 )  # fmt: skip
-@settings(max_examples=15)
+@settings(max_examples=examples(15))
 def test_embedding(device: torch.device, tokens: int, width: int, positions: bool, bfloat16: bool, seed: int) -> None:
     dtype = DTYPES[bfloat16]
     table, places = random(11, width, dtype=dtype, seed=seed), random(9, width, dtype=dtype, seed=seed + 1)
@@ -278,7 +279,7 @@ def assert_near_or_poisoned(got: Tensor, expected: Tensor) -> None:
     norm=st.booleans(),
     seed=st.integers(0, 1000),
 )
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 def test_rotary_store_kv(
     device: torch.device,
     tokens: int,
@@ -321,7 +322,7 @@ def test_rotary_store_kv(
     bfloat16=st.booleans(),
     seed=st.integers(0, 1000),
 )
-@settings(max_examples=25)
+@settings(max_examples=examples(25))
 def test_store_kv(
     device: torch.device, tokens: int, heads: int, dim: int, block_size: int, bfloat16: bool, seed: int
 ) -> None:

@@ -17,6 +17,7 @@ from asyncengine.kernels.cpu.ops import CpuOps
 from asyncengine.kernels.cuda.sampling import sample as sampler
 from asyncengine.kernels.cuda.sampling.sample import Ranks
 from asyncengine.kernels.cuda.step.tensors import DeviceStep, allocate_step
+from tests.amounts import examples
 from tests.chi_square import check_draws
 from tests.kernels.poison import poison_new_memory
 from tests.kernels.twins import greatest_ranks
@@ -196,7 +197,7 @@ samplings = st.builds(
     kind=st.sampled_from(KINDS),
     seed=st.integers(0, 1000),
 )
-@settings(max_examples=EXAMPLES)
+@settings(max_examples=examples(EXAMPLES))
 def test_tokens_are_the_cpus(device: torch.device, sampling: list[Sampling], vocab: int, kind: str, seed: int) -> None:
     logits = random_logits(len(sampling), vocab, seed, kind)
     assert draw(device, logits, sampling) == draw_on_cpu(logits, sampling)
@@ -206,7 +207,7 @@ def test_tokens_are_the_cpus(device: torch.device, sampling: list[Sampling], voc
     rows=st.integers(1, 4), vocab=st.integers(1, 200), kind=st.sampled_from(KINDS), seed=st.integers(0, 1000),
     width=st.sampled_from([1, 7, 64, 128]),
 )  # fmt: skip
-@settings(max_examples=EXAMPLES // 3)
+@settings(max_examples=examples(EXAMPLES // 3))
 def test_greedy_takes_the_first_maximum(
     device: torch.device, rows: int, vocab: int, kind: str, seed: int, width: int
 ) -> None:
@@ -281,7 +282,7 @@ def test_top_k_keeps_exactly_k_of_equals(device: torch.device, kind: str) -> Non
 
 
 @given(vocab=st.integers(2, 200), kind=st.sampled_from(KINDS), one=samplings, seed=st.integers(0, 1000))
-@settings(max_examples=EXAMPLES // 4)
+@settings(max_examples=examples(EXAMPLES // 4))
 def test_only_what_is_kept_is_drawn(device: torch.device, vocab: int, kind: str, one: Sampling, seed: int) -> None:
     if one.temperature == 0:
         one = one._replace(temperature=0.5)
@@ -300,7 +301,7 @@ def test_only_what_is_kept_is_drawn(device: torch.device, vocab: int, kind: str,
     one=samplings.filter(lambda one: one.temperature > 0),
     seed=st.integers(0, 1000),
 )
-@settings(max_examples=EXAMPLES // 3)
+@settings(max_examples=examples(EXAMPLES // 3))
 def test_bounds_enclose_where_filters_end(
     device: torch.device, vocab: int, kind: str, one: Sampling, seed: int
 ) -> None:

@@ -18,6 +18,7 @@ from asyncengine.kernels.cuda.linear.tiled import linear
 from asyncengine.kernels.cuda.ops import CudaBatch, CudaOps
 from asyncengine.kernels.cuda.step.tensors import allocate_step
 from asyncengine.kernels.ops import Norm
+from tests.amounts import examples
 from tests.kernels.poison import poison_new_memory, surrounded, taken
 from tests.kernels.test_linear import COMPILED, PLANS, Model, make_ops
 from tests.kernels.twins import NO_STEP
@@ -84,6 +85,7 @@ def run(ops: CudaOps, model: Model) -> tuple[list[Tensor], list[bool]]:
     return [*results, logits, residual.settle()], waited
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("adder", ["tma", "skinny"])
 @pytest.mark.parametrize("reader", ["tma", "skinny", "cublas"])
 @pytest.mark.parametrize("layer", [False, True])
@@ -116,7 +118,7 @@ def _count(launched: list[str], name: str, launch: Any, *args: Any, **kwargs: An
     return launch(*args, **kwargs)
 
 
-@settings(max_examples=20)
+@settings(max_examples=examples(20))
 @given(rows=st.integers(1, 18), tiles=st.integers(1, 4), inner=st.sampled_from([32, 72]), layer=st.booleans(),
        bias=st.booleans(), ahead=st.sampled_from([0, 1]), seed=st.integers(0, 99))  # fmt: skip
 def test_a_skinny_plan_that_adds(

@@ -31,6 +31,7 @@ from asyncengine.kernels.cuda.attention.work.items import (
 )
 from asyncengine.kernels.cuda.attention.work.lists import Section, WorkList
 from asyncengine.kernels.cuda.attention.work.prefill import WHOLE_GAIN, WHOLE_SHARE
+from tests.amounts import examples
 from tests.kernels.test_paged_attention import SMALL, Case, World, cases, check, make_world
 
 
@@ -85,7 +86,7 @@ def even_pieces(tiles: list[int], whole: int, teams: int) -> list[int]:
     raise AssertionError("more units than teams")
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(apart_cases())
 @example(apart_case(*[(1, 287)] * 8, programs=8))
 @example(apart_case((1, 700), (0, 0), (1, 0), programs=33))
@@ -167,7 +168,7 @@ def in_turn(tiles: list[int], teams: int) -> list[list[int]]:
     return taken
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(prompt_cases())
 @example(prompt_case((64, 0), (1, 500), (0, 0), (32, 32), programs=6))
 @example(prompt_case(*[(90, 0)] * 40, programs=7))  # more units than are looked at at once
@@ -244,7 +245,7 @@ def deal(costs: dict[int, int], teams: int, late: int) -> list[list[int]]:
     return dealt + [[row] for row in order[early:]]
 
 
-@settings(max_examples=5)
+@settings(max_examples=examples(5))
 @given(many_cases())
 @example(many_case(*[(1, 79)] * 31, programs=4))
 @example(many_case((1, 1000), *[(1, 79)] * 20, programs=3))
@@ -274,7 +275,7 @@ def test_rows_of_one_token_are_dealt(device: torch.device, case: Case) -> None:
     assert [(team, (item[QUERY], item[PIECES])) for team, item in items] == expected
 
 
-@settings(max_examples=25)
+@settings(max_examples=examples(25))
 @given(cases(head_dims=(16,)))
 @example(Case(((2, 0), (2, 5), (2, 40), (3, 0)), programs=12))
 @example(Case(((1, 1000), (1, 0), (1, 0), (1, 500)), programs=16, num_kv_heads=1))

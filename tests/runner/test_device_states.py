@@ -49,6 +49,7 @@ def test_tokens_equal_transformers(saved, variant):
 CHUNKS: dict[str, Any] = {"prefill_chunk_size": 7, "max_num_batched_tokens": 32}
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("variant", "config"), [("lfm2", {}), ("mamba2", CHUNKS), ("qwen3.5", CHUNKS)], ids=str)
 def test_outputs_equal_those_of_the_cpu(saved, variant, config):
     """Batches, forks and chunks, over slots that hold what others left."""
@@ -58,6 +59,7 @@ def test_outputs_equal_those_of_the_cpu(saved, variant, config):
     check_same(outputs, expected, JOBS, variant)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("variant", ["lfm2", "mamba2"])
 def test_preemption_changes_nothing(saved, variant):
     """The blocks do not do for all: a sequence gives its own back and begins once more, with a state of zeros."""
@@ -89,7 +91,7 @@ def test_a_prompt_goes_on_from_a_snapshot(saved, variant):
 
 @pytest.mark.parametrize(
     ("variant", "blocks"),
-    [("qwen3.5", 64), ("qwen3.5", 6), ("mamba2", 6)],
+    [pytest.param("qwen3.5", 64, marks=pytest.mark.exhaustive), ("qwen3.5", 6), ("mamba2", 6)],
     ids=["blocks stay", "leave", "hold nothing"],
 )
 def test_an_evicted_state_comes_back_from_the_host(saved, variant, blocks):

@@ -35,6 +35,7 @@ from asyncengine.runner.steps.buckets import ANY_CONTEXT, Bucket
 from asyncengine.runner.steps.device_steps import DeviceSteps
 from asyncengine.runner.steps.model_runner import load_model
 from asyncengine.text.tokenizer import placeholder_tokenizer
+from tests.amounts import sample_of
 from tests.engine.constraints.test_logits_processor import no_neighbours
 from tests.engine.test_embeddings import build_classifier
 from tests.kernels.simulated_cuda import make_engine
@@ -118,6 +119,7 @@ def mixed_jobs() -> Jobs:
     return jobs
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "variant",
     tiny.VARIANTS if GPU else ["gpt2", "qwen3-window-biased", "ministral3", "olmo2", "cohere2", "qwen3-moe", "bloom"],
@@ -128,6 +130,7 @@ def test_tokens_equal_transformers(checkpoint, variant):
     check_tokens(model, PROMPTS, outputs)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("variant", tiny.VARIANTS if GPU else ["gpt2", "llama-odd-heads-biased", "qwen3-window-biased"])
 def test_tokens_equal_transformers_with_work_lists(checkpoint, variant, monkeypatch):
     """Decode steps have work lists too, as those of many rows or long ones do."""
@@ -137,6 +140,7 @@ def test_tokens_equal_transformers_with_work_lists(checkpoint, variant, monkeypa
     check_tokens(model, PROMPTS, outputs)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("variant", "config"),
     [
@@ -174,6 +178,7 @@ def as_configured_by_default(checkpoint):
     return generate(checkpoint("qwen3")[0], mixed_jobs(), alone=GPU)[0]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("config", [{"staging": "pageable"}, {"staging": "mapped", "steps_in_flight": 1}], ids=str)
 def test_staging_and_depth_change_nothing(checkpoint, as_configured_by_default, config):
     """Bit for bit: the same kernels run on the same numbers in the same order of rows."""
@@ -244,9 +249,10 @@ def test_float8_weights(checkpoint):
     """The same tokens again, in other company: a row is quantised by itself."""
     path, _ = checkpoint("qwen3")
     config = {"quantization": "fp8", "dtype": "bfloat16", "batch_invariant": GPU}
-    jobs = [(prompt, greedy()) for prompt in (PROMPTS if GPU else PROMPTS[1:])]
+    count = sample_of(COUNT, 2)
+    jobs = [(prompt, greedy(count)) for prompt in (PROMPTS if GPU else PROMPTS[1:])]
     outputs, _ = generate(path, jobs, **config)
-    assert [len(tokens) for (tokens,) in outputs] == [COUNT] * len(jobs)
+    assert [len(tokens) for (tokens,) in outputs] == [count] * len(jobs)
     assert generate(path, jobs, alone=True, **config)[0] == outputs
 
 
@@ -389,6 +395,7 @@ def test_classes_are_the_cpus(tmp_path):
     np.testing.assert_allclose(ours, theirs, atol=1e-5)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("chunk", [1, 3])
 def test_scores_of_prompts_are_the_cpus(checkpoint, chunk):
     """Scores are the same in steps of as many rows as tokens, where a row may have several samples all the same."""
@@ -424,7 +431,7 @@ def test_blocks_that_come_back_from_the_host_are_the_same(checkpoint):
     assert stats.blocks_from_host > 0
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("variant", "config"),
     [

@@ -40,6 +40,7 @@ def states(model: transformers.PreTrainedModel, prompt: list[int]) -> np.ndarray
     return found
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("variant", "chunk"), [("gpt2", 8), ("qwen3", None)])
 def test_means_and_last_states_beside_tokens(tmp_path: Path, variant: str, chunk: int | None) -> None:
     model = tiny.build_model(variant, **{"n_layer" if variant == "gpt2" else "num_hidden_layers": 1})
@@ -81,6 +82,7 @@ def test_a_preempted_prompt_is_summed_up_anew(tmp_path: Path) -> None:
     asyncio.run(main())
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("variant", "labels", "chunk"), [("gpt2", 3, 8), ("qwen2", 1, None), ("mistral-window", 17, None)]
 )

@@ -127,6 +127,7 @@ def on_device(path: Path, ranks: int, *, float8: bool) -> list[Tensor]:
     return found
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("float8", [False, True], ids=["", "float8"])
 def test_two_ranks_on_devices_have_the_logits_of_one(
     checkpoint: Path, float8: bool, monkeypatch: pytest.MonkeyPatch

@@ -40,6 +40,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "config", [{"staging": "ahead"}, {"staging": "mapped"}, {"staging": "pageable", "steps_in_flight": 1}], ids=str
 )
@@ -166,6 +167,7 @@ def test_lanes_cost_what_a_step_of_as_many_tokens_takes_less(monkeypatch: pytest
     assert cuda.time_exchange(machine(Bucket(1, 1, True)), info) == 0
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.skipif(torch.cuda.is_available(), reason="bench/states.py replays")
 @pytest.mark.parametrize("variant", ["glm4-moe-lite", "qwen3.5"])
 def test_steps_of_latents_and_of_states_are_replayed(tmp_path: Path, variant: str) -> None:
