@@ -35,6 +35,7 @@ def test_figures_against_a_calculation_by_hand() -> None:
     assert perplexity(exact, torch.tensor([[0, 1]])) == pytest.approx(4 / 3)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("of", ["weights", "kv-cache"])
 def test_the_bundled_model_in_plain_torch(of: Of) -> None:
     result = measure(bundled_model(), argparse.Namespace(device="cpu", rows=[2, 4], tokens=24), of)
@@ -53,7 +54,7 @@ def qwen3(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(("rows", "tokens", "chunk"), [(3, 87, 87), (1, 4, 1), (5, 4, 1), (3, 12, 4)])
 def test_kernels_are_as_exact_as_the_twin(qwen3: Path, rows: int, tokens: int, chunk: int) -> None:
     """A whole model. Not the same numbers: what bfloat16 rounds differently gets another float8, an eighth away."""

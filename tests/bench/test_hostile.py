@@ -145,6 +145,7 @@ def calibrate() -> float:
     return min(once() for _ in range(10))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("body", BODIES, ids=lambda body: body.name)
 def test_no_body_holds_up_the_loop(body: Body, hosts: Hosts, limit_ms: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """The best of some tries: the processor time of the same work grows beside busy neighbours, and never shrinks."""

@@ -38,7 +38,7 @@ SIZES = [
 ]  # fmt: skip
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("config", [QWEN3, GPT2], ids=["qwen3", "gpt2"])
 def test_all_parts(
     config: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: torch.device

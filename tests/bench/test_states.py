@@ -54,6 +54,7 @@ def test_layers_with_a_state_stand_alone(bench: states.Bench) -> None:
     assert all(isinstance(spec, StateSpec) for spec in specs)
 
 
+@pytest.mark.exhaustive
 def test_a_conversation_and_steps_of_a_small_model_on_the_cpu(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -225,6 +225,7 @@ def test_interrupt_ends_the_answer_and_not_the_chat() -> None:
     assert process.returncode == 0
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
 @pytest.mark.parametrize("argv", [["generate", "x"], ["generate", "-"], ["chat"]])
 def test_standard_streams_may_be_closed(argv: list[str], closed: str) -> None:

@@ -171,6 +171,7 @@ async def run_chat(url: str, lines: str, *options: str) -> tuple[int | None, str
     return child.returncode, out.decode(), err.decode()
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("where", ["tcp", "uds"])
 async def test_a_chat_with_a_server(where: str, tmp_path: Path) -> None:
     config = {"uds": str(tmp_path / "socket")} if where == "uds" else {}

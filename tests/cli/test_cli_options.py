@@ -219,6 +219,7 @@ def test_a_model_in_place_of_a_prompt(tmp_path: Path, capsys: pytest.CaptureFixt
     )
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("command", [["generate", "p"], ["chat"], ["costs"], ["plan"], ["bench", "latency"]])
 def test_a_wrong_model_is_told_before_torch_is_there(command: list[str]) -> None:
     code = (

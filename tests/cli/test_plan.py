@@ -129,6 +129,7 @@ def test_a_sequence_has_the_bytes_of_its_groups_of_layers(capsys: pytest.Capture
     assert plan["kv_bytes_per_sequence"] == (plan["context"] // 16 + 5 * window_blocks) * of_block
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("shape", "num_bytes", "every"),
     [

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from asyncengine import _core
+from tests.amounts import examples
 
 from . import long_run
 from .block_model import CheckedBlocks
@@ -225,9 +226,9 @@ class SchedulerMachine(RuleBasedStateMachine):
 
 
 TestBlockManagerMachine = BlockManagerMachine.TestCase
-TestBlockManagerMachine.settings = settings(max_examples=60, stateful_step_count=40)
+TestBlockManagerMachine.settings = settings(max_examples=examples(60), stateful_step_count=40)
 TestSchedulerMachine = SchedulerMachine.TestCase
-TestSchedulerMachine.settings = settings(max_examples=100, stateful_step_count=40)
+TestSchedulerMachine.settings = settings(max_examples=examples(100), stateful_step_count=40)
 
 
 @pytest.mark.parametrize(("num_blocks", "window_groups"), [(1, 0), (5, 0), (40, 0), (8, 1), (30, 3)])
@@ -258,6 +259,7 @@ def test_a_pool_of_states_refuses_misuse() -> None:
         _core.StatePool(2, 1)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", WALKS)
 def test_scheduler_on_a_random_walk(name: str) -> None:
     lanes = WALKS[name].lanes

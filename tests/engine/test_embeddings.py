@@ -36,7 +36,7 @@ def assert_close(vectors: np.ndarray[Any, Any], wanted: np.ndarray[Any, Any]) ->
     assert np.linalg.norm(vectors - wanted) < 2e-5 * np.linalg.norm(wanted)
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("depth", [1, 2, 3])
 @pytest.mark.parametrize("chunk", [1, 7, 64])
 @pytest.mark.parametrize("variant", ["gpt2", "llama", "mistral-window", "qwen2", "qwen3"])

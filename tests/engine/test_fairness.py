@@ -36,6 +36,7 @@ async def finish_in_order(engine: SimulatedEngine, requests: list[dict[str, Any]
     return ended
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("n", [1, 4])
 async def test_a_small_request_ends_while_anothers_large_one_runs(n: int) -> None:
     async with SimulatedEngine(max_num_seqs=16, num_kv_blocks=4096, **STEPPED) as engine, no_leaks(engine):

@@ -71,6 +71,7 @@ def raises(error: BaseException) -> Callable[..., Any]:
     return wrapper
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("steps_in_flight", [1, 2])
 @pytest.mark.parametrize("k", [1, 2, 7])
 @pytest.mark.parametrize("error", [RuntimeError("the weights melted"), MemoryError("no memory for activations")])
@@ -125,6 +126,7 @@ async def test_logits_that_are_not_finite_fail_their_request(k: int, monkeypatch
         assert [type(o) for o in outputs].count(RequestOutput) == len(outputs) - 1
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("k", [0, 1, 9])
 @pytest.mark.parametrize("call", ["graph_launch", "copy", "wait_event"])
 async def test_a_launch_without_memory_fails_that_steps_requests(call: str, k: int) -> None:

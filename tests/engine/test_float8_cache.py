@@ -84,6 +84,7 @@ MACHINERY: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("dtype", "half"), [("float32", 0), ("bfloat16", 1)])
 def test_outputs_do_not_depend_on_the_machinery(dtype: str, half: int) -> None:
     """Bit for bit: what is stored of a token depends on that token alone. n > 1 copies blocks.

@@ -32,6 +32,7 @@ async def leave_an_engine(kind, disk, closed):
 """
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("closed", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_fork_may_collect_garbage(kind: str, closed: bool, tmp_path: Path) -> None:
@@ -47,6 +48,7 @@ def test_a_fork_may_collect_garbage(kind: str, closed: bool, tmp_path: Path) -> 
     assert run_script(GARBAGE + textwrap.dedent(code)).split() == ["20", "7"]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_fork_may_collect_garbage_before_it_becomes_another_process(kind: str, tmp_path: Path) -> None:
     """uvloop runs Python's hooks of a fork there, and its event loop waits for the exec."""
@@ -62,6 +64,7 @@ def test_a_fork_may_collect_garbage_before_it_becomes_another_process(kind: str,
     assert run_script(GARBAGE + textwrap.dedent(code)).split() == ["20", "7"]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("simulated", [False, True])
 def test_a_forked_process_may_end(simulated):
     code = f"""
@@ -87,6 +90,7 @@ def test_a_forked_process_may_end(simulated):
     assert run_script(code).split() == ["7", "20"]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("loop", BOTH_LOOPS)
 @pytest.mark.parametrize("child", ["os._exit(7)", "sys.exit(7)", "return", "await engine.aclose(); os._exit(7)"])
 def test_a_coroutine_may_fork(loop, child):

@@ -17,6 +17,7 @@ import pytest
 import asyncengine
 from asyncengine import AsyncEngine, ConfigError, SamplingParams, testing
 from asyncengine.api.stats import EngineStats
+from tests.amounts import sample_of
 from tests.models import tiny
 
 from .test_host_tier import PRESSED, PROMPTS, ROOMY, answers
@@ -34,7 +35,7 @@ async def run(config: dict[str, Any]) -> tuple[list[Any], EngineStats]:
         return outputs, engine.stats()
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "config",
     [
@@ -62,6 +63,7 @@ KINDS = ["gpt2", "llama-odd-heads-biased", "mistral-window", "qwen3-window-biase
 KINDS += ["gemma2", "gemma3", "phi3", "smollm3", "ministral3", "olmo2", "exaone4", "cohere2", "glm4"]
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("variant", KINDS)
 def test_every_kind_of_model(variant: str, tmp_path: Path) -> None:
     tiny.build_model(variant).save_pretrained(tmp_path)
@@ -145,7 +147,7 @@ def test_time_in_which_the_process_is_stopped_fails_nobody(tmp_path: Path) -> No
                 return [int(word) for word in process.stdout.readline().split()]
 
             *_, tokens = finish_round()
-            for _ in range(2):
+            for _ in range(sample_of(2, 1)):
                 time.sleep(1)  # in the midst of a round
                 process.send_signal(signal.SIGSTOP)
                 time.sleep(2.5)

@@ -90,6 +90,7 @@ def mixed_jobs(seed: int = 0) -> list[Job]:
     return jobs
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("variant", tiny.VARIANTS)
 def test_greedy_tokens_equal_transformers(checkpoints, variant):
     path, model = checkpoints(variant)
@@ -125,7 +126,7 @@ MACHINERY: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("variant", VARIED)
 def test_outputs_do_not_depend_on_the_machinery(checkpoints, variant, dtype):
@@ -143,7 +144,7 @@ def test_outputs_do_not_depend_on_the_machinery(checkpoints, variant, dtype):
     assert outputs == [expected[i] for i in shuffled]
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("steps_in_flight", [1, 2])
 @pytest.mark.parametrize("variant", VARIED)
 def test_preemption_with_a_tenth_of_the_kv_changes_nothing(checkpoints, variant, steps_in_flight):
@@ -256,6 +257,7 @@ def test_sdpa_prefill_gives_the_same_tokens(checkpoints):
     assert outputs == expected
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("how", ["return", "keep = engine", "await engine.aclose(drain=False)"])
 def test_a_process_may_end_during_a_long_step(how):
     code = f"""

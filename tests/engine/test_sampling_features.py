@@ -87,6 +87,7 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[list[int
     return directory, [reference(model, prompt, feature) for prompt, feature in CASES]
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("depth", [1, 2, 3])
 @pytest.mark.parametrize(("chunk", "blocks"), [(1, 40), (7, 40), (64, 40), (64, 9)])
 async def test_edits_are_those_of_transformers(
@@ -139,6 +140,7 @@ def assert_logprobs(model: Any, output: RequestOutput, prompt: list[int], featur
         ids.append(place.token_id)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("mode", ["raw_logprobs", "processed_logprobs"])
 @pytest.mark.parametrize("depth", [1, 2])
 async def test_log_probabilities_are_those_of_log_softmax(tmp_path: Path, mode: str, depth: int) -> None:

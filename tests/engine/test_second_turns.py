@@ -99,6 +99,7 @@ def test_a_template_that_drops_reasoning_costs_the_answer_and_no_more(path, reas
     asyncio.run(main())
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("drops", [0, 200])
 @pytest.mark.parametrize("host", [None, 1 << 24])
 def test_the_next_turn_after_preemptions_computes_few_tokens_too(path, drops, host):

@@ -42,6 +42,7 @@ MACHINERY = {
 }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("machinery", MACHINERY)
 async def test_outputs_do_not_depend_on_the_machinery(machinery: str) -> None:
     async with SimulatedEngine(ends=True, **MACHINERY[machinery]) as engine, no_leaks(engine):

@@ -41,6 +41,7 @@ async def collect(stream: RequestStream) -> list[RequestDelta]:
 # ---- cancellation ----
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("loop_name", BOTH_LOOPS)
 async def test_thousands_of_cancelled_tasks_leave_nothing_behind(loop_name: str) -> None:
     rng = random.Random(6)
@@ -364,6 +365,7 @@ def test_a_script_needs_no_main_guard() -> None:
     assert run_script(code).strip() == "4"
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("how", ["return", "sys.exit(0)", "os._exit(0)", "while True: await asyncio.sleep(9)"])
 def test_a_process_may_end_without_aclose(how: str) -> None:
     code = f"""

@@ -117,6 +117,7 @@ CASES = [
 ]
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(("kind", "name"), CASES)
 def test_outputs_do_not_depend_on_the_machinery(paths, expected, kind, name):
     """Batches, chunks, prefix hits, forks, preemption and what others left behind: bit for bit as alone."""
@@ -291,6 +292,7 @@ def test_snapshots_have_a_share_of_the_memory(paths, given):
 SHAPES = Path(__file__).parents[2] / "bench/shapes"
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("shape", ["qwen3.5-9b", "qwen3.6-35b-a3b", "granite-4-h-small", "nemotron-3-nano-30b"])
 @pytest.mark.parametrize(
     "setting", [{}, {"state_dtype": "bfloat16"}, {"prefill_chunk_size": None, "max_model_len": 8192}]

@@ -80,6 +80,7 @@ MACHINERY = {
 }
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", MACHINERY)
 def test_outputs_are_those_of_one_group(checkpoint, expected, name):
     outputs, stats = run(checkpoint[0], many_jobs(), **MACHINERY[name])
@@ -88,6 +89,7 @@ def test_outputs_are_those_of_one_group(checkpoint, expected, name):
         assert stats["num_preemptions"] > 0
 
 
+@pytest.mark.sampled(2)
 def test_tokens_beyond_the_window_equal_transformers(checkpoint):
     path, model = checkpoint
     prompts = [[(7 * i + j) % tiny.VOCAB_SIZE for j in range(length)] for i, length in enumerate((3, 40, 150))]

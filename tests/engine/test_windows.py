@@ -69,6 +69,7 @@ def many_jobs() -> Jobs:
     return jobs
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("caching", [True, False])
 def test_a_long_generation_holds_the_blocks_of_its_window(mistral, caching):
     path, model = mistral
@@ -119,6 +120,7 @@ def expected(mistral) -> list[Any]:
     return without_release(mistral[0], many_jobs())
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", MACHINERY)
 def test_outputs_are_those_of_before(mistral, expected, name):
     outputs, stats = run(mistral[0], many_jobs(), **MACHINERY[name])

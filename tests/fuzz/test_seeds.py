@@ -22,6 +22,7 @@ def test_seed(path: Path) -> None:
     importlib.import_module(f"tests.fuzz.targets.{path.parent.name}").one_input(path.read_bytes())
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("target", TARGETS)
 def test_random_bytes(target: str) -> None:
     module = importlib.import_module(f"tests.fuzz.targets.{target}")

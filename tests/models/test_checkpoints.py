@@ -71,6 +71,7 @@ async def check_vectors(path: Path, *, generates: bool) -> None:
     np.testing.assert_allclose(output.vectors[0], expected, atol=2e-4, rtol=1e-4)
 
 
+@pytest.mark.sampled(3)
 @variants
 @pytest.mark.parametrize("tied", [True, False])
 async def test_names_without_the_trunks(tmp_path: Path, variant: str, tied: bool) -> None:
@@ -106,6 +107,7 @@ async def test_a_head_that_is_missing(tmp_path: Path, variant: str, caplog: pyte
     assert "lm_head.weight" in caplog.text
 
 
+@pytest.mark.sampled(3)
 @variants
 @pytest.mark.parametrize("stored", ["the embedding's", "the head's", "both"])
 async def test_the_name_of_a_tied_matrix(tmp_path: Path, variant: str, stored: str) -> None:

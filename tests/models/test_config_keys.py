@@ -81,6 +81,7 @@ def _is_config(node: ast.expr) -> bool:
     return ast.unparse(node) in ("config", "self.config", "effective_config", "layer_config", "decoder_config")
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("variant", SOURCES)
 def test_every_key_that_transformers_reads_is_read_refused_or_harmless(variant: str) -> None:
     paths = [PACKAGE / name for name in SHARED]
@@ -236,6 +237,7 @@ def log_probabilities(runner: CpuModelRunner) -> torch.Tensor:
     return driver.logits[0].log_softmax(-1)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", HONOURED)
 def test_log_probabilities_equal_transformers(tmp_path: Path, name: str) -> None:
     """Log probabilities equal those of the model that transformers makes of the directory; most differ from those of

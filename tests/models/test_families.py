@@ -76,6 +76,7 @@ def test_yarn_reaches_beyond_max_position_embeddings(tmp_path):
     assert sequence.generated == tiny.generate(model, prompt, COUNT)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("kernels", KERNELS)
 def test_logits_are_close_in_bfloat16(checkpoint, kernels):
     """Logits equal those in float32 on the same rounded weights to within a tenth of the spread of the logits.
@@ -108,6 +109,7 @@ def with_float8_weights(path: Path) -> CpuModelRunner:
     return CpuModelRunner(loaded.info(config, 16), loaded.config, loaded.model, cache)
 
 
+@pytest.mark.sampled(3)
 def test_float8_weights_move_logits_no_more_than_their_rounding(checkpoint):
     """Float8 has 4 bits where bfloat16 has 8: a 16th of a weight and of an input, through three layers or four."""
     path, model, prompts = checkpoint
@@ -124,6 +126,7 @@ def test_float8_weights_move_logits_no_more_than_their_rounding(checkpoint):
     assert (logits[1] - logits[0]).norm() < 0.5 * logits[0].norm()
 
 
+@pytest.mark.sampled(3)
 def test_headers_say_what_a_loaded_model_takes(checkpoint):
     path, _, _ = checkpoint
     said = describe_model(EngineConfig(model=str(path)), "cpu")

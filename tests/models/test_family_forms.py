@@ -62,6 +62,7 @@ def load(path: Path) -> CpuModelRunner:
     return CpuModelRunner.load(EngineConfig.from_kwargs(str(path), settings), ops=ReferenceOps())
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("variant", VARIANTS)
 async def test_models_without_a_head_give_the_vectors_of_transformers(tmp_path: Path, variant: str) -> None:
     model: Any = tiny.build_model(variant, tie_word_embeddings=False)
@@ -69,12 +70,13 @@ async def test_models_without_a_head_give_the_vectors_of_transformers(tmp_path: 
     await check_vectors(tmp_path, generates=False)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("variant", [variant for variant in VARIANTS if variant not in UNLABELLED])
 async def test_labels_are_those_of_transformers(tmp_path: Path, variant: str) -> None:
     await classes_are_those_of_transformers(tmp_path, {}, variant, 7)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_tensors_that_are_missing_or_wrong_name_themselves(tmp_path: Path, variant: str) -> None:
     """Each tensor of the first layer, and each that is in no layer."""
@@ -92,6 +94,7 @@ def test_tensors_that_are_missing_or_wrong_name_themselves(tmp_path: Path, varia
             load(tmp_path)
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("variant", [*VARIANTS, "qwen3-moe"])
 def test_a_tied_matrix_may_have_the_name_of_the_head(tmp_path: Path, variant: str) -> None:
     tiny.build_model(variant, tie_word_embeddings=True).save_pretrained(tmp_path)
@@ -191,6 +194,7 @@ PUBLISHED = {
 """The names of the published files; transformers writes others."""
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("names", [{}, PUBLISHED], ids=["transformers", "published"])
 @pytest.mark.parametrize("kind", ["gemma3", "gemma4-shared", "ministral3", "mistral-window"])
 def test_text_of_a_model_for_images(

@@ -51,6 +51,7 @@ def decoded(runner: CpuModelRunner) -> tuple[list[list[int]], torch.Tensor]:
     return [sequence.generated for sequence in sequences], torch.stack(driver.logits)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("variant", [*sorted(FIRST.values()), *OTHERS])
 def test_two_ranks_have_the_tokens_of_one(variant: str, tmp_path: Path) -> None:
     tiny.build_model(variant).save_pretrained(tmp_path)

@@ -62,6 +62,7 @@ def source_of(path: Path, shard: Shard | None = None) -> WeightSource:
     return WeightSource(Checkpoint(path, torch.float32), choose_format("none", raw), shard)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("kind", PACKINGS)
 def test_tokens_are_those_of_the_dequantised_weights(pair: Any, kind: str) -> None:
     packed, dense = pair(kind)

@@ -138,7 +138,7 @@ def names_one(message: str, changes: dict[str, Any]) -> bool:
     return (has_rope and "rope" in message) or any(name in message for name in (*changes, *within))
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("variant", SOURCES)
 def test_random_settings_equal_transformers_or_are_refused(tmp_path: Path, variant: str) -> None:
     model = tiny.build_model(variant)

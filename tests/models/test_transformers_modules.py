@@ -37,6 +37,7 @@ FEATURES = {
 }
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("kind", FEATURES)
 def test_tokens_equal_transformers(kind, tmp_path):
     assert sweep.check(kind, tmp_path) == "same"

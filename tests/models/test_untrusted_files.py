@@ -32,6 +32,7 @@ from asyncengine.models.rotary import rotary_table
 from asyncengine.models.weights import checkpoint as loader
 from asyncengine.models.weights.checkpoint import Checkpoint, find_shards
 from asyncengine.runner.steps.model_runner import CpuModelRunner
+from tests.amounts import examples
 from tests.models import tiny
 
 DEEP = "[" * 100_000 + "]" * 100_000
@@ -293,7 +294,7 @@ def damaged_configs(draw: st.DrawFn) -> dict[str, Any]:
     return config
 
 
-@settings(max_examples=400)
+@settings(max_examples=examples(400))
 @given(config=damaged_configs())
 @example(config=config_of("llama") | {"rope_theta": 10**400})
 def test_any_value_of_any_key(config: dict[str, Any]) -> None:
@@ -322,7 +323,7 @@ def kernels() -> CpuOps:
     return CpuOps(1)
 
 
-@settings(max_examples=100)
+@settings(max_examples=examples(100))
 @given(
     name=st.sampled_from(sorted(tiny.VARIANTS)),
     changes=st.dictionaries(st.sampled_from(SHAPE_KEYS), sizes, max_size=3),

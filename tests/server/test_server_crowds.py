@@ -8,6 +8,8 @@ import os
 from collections import Counter
 from typing import Any
 
+import pytest
+
 from asyncengine import SamplingParams, testing
 from tests.coroutines import run
 from tests.server.harness import COMPLETIONS, Site, raw_post, serving
@@ -49,6 +51,7 @@ async def answer_of(site: Site, number: int, max_tokens: int) -> tuple[int, byte
         await writer.wait_closed()
 
 
+@pytest.mark.exhaustive  # tests/server/test_server_soak.py has as many streams
 def test_a_thousand_streams_are_as_in_series() -> None:
     async def main() -> None:
         async with testing.SimulatedEngine(read_kv=False) as engine, serving(engine) as site:

@@ -53,6 +53,7 @@ def accepts(model: Any, grammar: str, text: str) -> bool:
     return all(matcher.consume_token(token) for token in model.tokenize_str(text)) and matcher.is_accepting()
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("grammar", GRAMMARS)
 def test_a_quoted_grammar_takes_the_escaped_texts_and_no_others(grammar: str) -> None:
     import llguidance
@@ -212,6 +213,7 @@ async def test_custom_calls_in_responses() -> None:
     assert engine.submitted[-1][1].structured_outputs is not None  # the calls follow the grammar
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("api", "tool", "choice", "param"),
     [
@@ -254,6 +256,7 @@ SHORT: Any = {"type": "custom", "name": "say", "format": {"type": "grammar", "sy
 )}}  # fmt: skip
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "template", [None, "{# <tool_call> #}", "{# <|python_start|> #}"], ids=["json", "hermes", "py"]
 )

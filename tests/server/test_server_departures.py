@@ -119,6 +119,7 @@ def text_of(body: bytes, streamed: bool) -> str:
     return "".join(choice["text"] for choice in choices)
 
 
+@pytest.mark.sampled(5)
 @PLACES
 @STREAMED
 @pytest.mark.parametrize("begun", [False, True])
@@ -207,6 +208,7 @@ async def test_a_generation_over_http_1_0_ends_with_the_client_data(streamed: bo
         await engine.wait_for(open=0, aborted=1)
 
 
+@pytest.mark.sampled(5)
 @PLACES
 @STREAMED
 @pytest.mark.parametrize("abruptly", [False, True])

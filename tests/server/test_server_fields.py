@@ -117,6 +117,7 @@ async def test_arguments_that_a_model_nests_deeply_are_no_fault(arguments: str) 
         assert again.status == 200, again.body
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("field", "value"),
     [

@@ -19,11 +19,12 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
+from tests.amounts import examples
 from tests.server.harness import CHAT, COMPLETIONS, USER
 from tests.server.threaded import Threaded, threaded
 
 EXAMPLES = settings(
-    max_examples=80,
+    max_examples=examples(80),
     derandomize=True,
     database=None,
     deadline=None,

@@ -41,6 +41,7 @@ async def client(**config: Any) -> AsyncIterator[tuple[openai.AsyncOpenAI, Async
         yield api, engine
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("ends", ENDS)
 async def test_of_completions(ends: dict[str, Any]) -> None:
     async with client() as (api, engine):
@@ -74,6 +75,7 @@ async def test_of_completions(ends: dict[str, Any]) -> None:
             assert ends or c.logprobs is None or "".join(c.logprobs.tokens) == c.text
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("ends", ENDS)
 async def test_of_chat(ends: dict[str, Any]) -> None:
     async with client() as (api, _):

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import pytest
 
+from tests.amounts import sample_of
 from tests.server.harness import COMPLETIONS, raw_post
 from tests.server.server_process import FAKE, REAL, Process, process
 
@@ -94,12 +95,13 @@ def load_on(server: Process, max_tokens: int) -> tuple[Load, asyncio.Future[list
     return load, asyncio.gather(*(load.client(i) for i in range(CLIENTS)))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP], ids=lambda n: n.name)
 async def test_a_load_is_drained(number: signal.Signals) -> None:
     command, options = (REAL, []) if number == signal.SIGTERM else (FAKE, ["--step-s", "0.005"])
     async with process(command, *options) as server:
         await server.read_log("ready on")
-        load, clients = load_on(server, 50)
+        load, clients = load_on(server, sample_of(50, 25))
         await load.reach(CLIENTS)
         load.stop = True
         server.process.send_signal(number)
@@ -138,6 +140,7 @@ async def test_kill_cuts_visibly_and_the_port_is_free_again() -> None:
             assert load.cut == load.refused == 0
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("command", [FAKE, REAL], ids=["fake", "real"])
 async def test_a_stopped_process_goes_on(command: list[str]) -> None:
     options = ["--step-s", "0.005"] if command is FAKE else []

@@ -110,6 +110,7 @@ GRAMMARS: list[tuple[dict[str, Any], str]] = [
 ]
 
 
+@pytest.mark.sampled(3)
 async def test_grammars(saved: Saved) -> None:
     async with serve(saved) as site:
         for asked, pattern in GRAMMARS:
@@ -129,6 +130,7 @@ async def call_go(site: Site) -> None:
     assert json.loads(choice["message"]["tool_calls"][0]["function"]["arguments"])["a"] in ("x", "yy")
 
 
+@pytest.mark.sampled(3)
 async def test_tool_calls(saved: Saved) -> None:
     async with serve(saved) as site:
         await call_go(site)
@@ -161,6 +163,7 @@ async def test_biases_and_sets_of_every_row(saved: Saved) -> None:
             assert str(sizes.rows) in reply.error["message"]
 
 
+@pytest.mark.sampled(3)
 async def test_banned_words(saved: Saved) -> None:
     """ "two words" has no row if the tokenizer is larger, and cannot come anyway; e is a single token."""
     async with serve(saved) as site:

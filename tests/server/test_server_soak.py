@@ -19,7 +19,7 @@ CANARY = {"model": "stories", "prompt": "Once upon a time", "max_tokens": 40, "t
 LIMIT_S = 240.0
 
 
-@pytest.fixture(params=["bundled model", "simulated device"])
+@pytest.fixture(params=["simulated device", "bundled model"])
 def make_engine(request: pytest.FixtureRequest):
     if request.param == "bundled model":
         return lambda: AsyncEngine.from_pretrained(bundled_model(), num_kv_blocks=2048)
@@ -60,6 +60,7 @@ async def stream_all(site: Site, fields: dict[str, Any]) -> tuple[str, int]:
         await writer.wait_closed()
 
 
+@pytest.mark.sampled(2)
 def test_a_thousand_streams_at_once(make_engine):
     async def main() -> None:
         async with observed(make_engine()) as site:
@@ -73,6 +74,7 @@ def test_a_thousand_streams_at_once(make_engine):
     run(main(), LIMIT_S)
 
 
+@pytest.mark.sampled(2)
 def test_two_thousand_disconnects(make_engine):
     async def leave(site: Site, seed: int) -> None:
         draw = random.Random(seed)

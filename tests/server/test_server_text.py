@@ -40,6 +40,7 @@ async def served(kind: str, directory: Path) -> AsyncIterator[tuple[Any, AsyncEn
         yield post, engine
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("kind", [*SPACED, "word-piece", "byte-level"])
 async def test_the_first_space_of_an_output_is_there(kind: str, tmp_path: Path) -> None:
     async with served(kind, tmp_path) as (post, engine):
@@ -75,6 +76,7 @@ async def test_the_first_space_of_an_output_is_there(kind: str, tmp_path: Path) 
         assert "".join(c["choices"][0]["delta"].get("content", "") for c in chunks) == " world"
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("structure", [{"choice": [" yes", " no"]}, {"regex": " (yes|no)"}])
 @pytest.mark.parametrize("kind", ["byte-fallback", "byte-level"])
 async def test_a_structured_output_has_its_first_space(kind: str, structure: dict[str, Any], tmp_path: Path) -> None:

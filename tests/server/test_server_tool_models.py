@@ -75,6 +75,7 @@ def check(calls: Sequence[Any]) -> None:
         jsonschema.validate(json.loads(call.function.arguments), SCHEMAS[call.function.name])
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", TEMPLATES)
 async def test_required_calls_validate(name: str, tmp_path: Path) -> None:
     file = tmp_path / "template.jinja"

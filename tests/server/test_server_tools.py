@@ -72,6 +72,7 @@ def calls_of(message: Any) -> list[tuple[str, Any]]:
     return [(call.function.name, json.loads(call.function.arguments)) for call in message.tool_calls]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("template", "text", "content", "reasoning"), SCRIPTS, ids=IDS)
 async def test_calls(template: str, text: str, content: str | None, reasoning: str | None) -> None:
     engine = FakeEngine(text, ends=True, max_model_len=4096, chat_template=template)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from tests.amounts import sample_of
 from tests.coroutines import run
 from tests.soak.mixed import Samples, soak
 
@@ -9,7 +10,7 @@ LIMIT_S = 120.0
 
 
 def test_some_seconds_of_mixed_traffic() -> None:
-    summary = run(soak(seconds=8, warm_up_s=3, seed=1, clients=8, interval_s=1), LIMIT_S)
+    summary = run(soak(seconds=sample_of(8, 3), warm_up_s=sample_of(3, 1), seed=1, clients=8, interval_s=1), LIMIT_S)
     assert summary["failures"] == []
     requests = summary["requests"]
     assert isinstance(requests, dict)

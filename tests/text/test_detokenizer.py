@@ -19,6 +19,7 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 from asyncengine.text.detokenizer import IncrementalDetokenizer
 from asyncengine.text.stops import StopStringMatcher
 from asyncengine.text.tokenizer import Tokenizer, placeholder_tokenizer
+from tests.amounts import examples
 from tests.models import tiny
 
 
@@ -54,8 +55,9 @@ def detokenize(tokenizer: Tokenizer, ids: list[int], skip: bool, sizes: list[int
     return "".join(stream.push(chunk) for chunk in in_chunks(ids, sizes)) + stream.flush()
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("tokenizer", [BYTE_LEVEL, PREFIX_SPACE], ids=["plain", "prefix-space"])
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(ids=byte_level_ids, skip=st.booleans(), sizes=chunk_sizes)
 def test_byte_level_equals_decode(tokenizer, ids, skip, sizes):
     whole = tokenizer.decode(ids, skip)
@@ -105,7 +107,7 @@ def decode_with_fallback(tokenizer: Tokenizer, ids: list[int], skip: bool) -> st
     return text.removeprefix(" ")
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(ids=metaspace_ids, skip=st.booleans(), sizes=chunk_sizes)
 def test_byte_fallback_equals_decode(ids, skip, sizes):
     text = detokenize(METASPACE, ids, skip, sizes)
@@ -116,7 +118,7 @@ def test_byte_fallback_equals_decode(ids, skip, sizes):
         assert text == whole
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(text=st.text(), tail=st.integers(0, 3), sizes=chunk_sizes)
 def test_byte_fallback_streams_valid_text(text, tail, sizes):
     ids = [BYTE_IDS[b] for b in text.encode()] + [BYTE_IDS[b] for b in "😀".encode()[:tail]]
@@ -142,6 +144,7 @@ def test_tokens_without_text_do_not_pile_up():
     assert stream.push([3]) + stream.flush() == " is"
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("make", [word_tokenizer, tiny.byte_level_tokenizer, tiny.metaspace_tokenizer])
 def test_a_tokenizer_is_freed(make):
     tokenizer = Tokenizer(make())
@@ -190,7 +193,7 @@ def reference_stop(text: str, stops: list[str]) -> tuple[int, str] | None:
 stop_alphabet = st.text("ab\u00e9", min_size=1, max_size=6)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(
     text=st.text("ab\u00e9", max_size=40),
     stops=st.lists(stop_alphabet, max_size=4),

@@ -10,6 +10,7 @@ from asyncengine import SamplingParams
 from asyncengine.text.detokenizer import _CONTEXT, IncrementalDetokenizer
 from asyncengine.text.stops import StopStringMatcher, stop_matcher
 from asyncengine.text.tokenizer import Tokenizer
+from tests.amounts import examples
 from tests.text.kinds import KINDS, SPECIALS
 
 TOKENIZERS = {name: Tokenizer(make()) for name, make in KINDS.items()}
@@ -60,7 +61,7 @@ def test_the_first_space_of_an_output_stays(kind: str, prompt: list[str], output
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(data=st.data(), skip=st.booleans(), times=st.sampled_from([1, 1, 40]))
 def test_a_text_is_what_the_whole_has_beyond_the_prompt(kind: str, data: st.DataObject, skip: bool, times: int) -> None:
     """Whole characters: where bytes are missing the whole is not defined. Long prompts too, of which a part counts."""

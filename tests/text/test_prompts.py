@@ -74,6 +74,7 @@ async def test_a_long_text_is_given_up_after_some_of_its_pieces(monkeypatch: pyt
             await engine.generate(text[:110_000], SHORT)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("length", [1, LONG_TEXT, LONG_TEXT + 1, PIECE + 1, 3 * PIECE])
 async def test_texts_and_chats_of_any_length_have_the_ids_of_the_whole(length: int) -> None:
     async with SimulatedEngine(**LONG_CONTEXT) as engine, no_leaks(engine):

@@ -17,6 +17,7 @@ from asyncengine.runner.backend import load_tokenizer
 from asyncengine.runner.steps import model_runner
 from asyncengine.text import tokenizer as tokenization
 from asyncengine.text.tokenizer import Tokenizer
+from tests.amounts import examples
 from tests.models import tiny
 
 KINDS = {
@@ -39,7 +40,8 @@ def pair(request, tmp_path_factory):
     return Tokenizer.from_pretrained(str(path)), transformers.PreTrainedTokenizerFast.from_pretrained(path)
 
 
-@settings(max_examples=100, deadline=None)
+@pytest.mark.sampled(2)
+@settings(max_examples=examples(100), deadline=None)
 @given(text=st.text() | st.lists(st.sampled_from([*"".join(tiny.CORPUS), "<s>", "two words", "  "])).map("".join))
 def test_encode_and_decode_equal_transformers(pair, text):
     ours, theirs = pair
@@ -50,6 +52,7 @@ def test_encode_and_decode_equal_transformers(pair, text):
             assert ours.decode(ids, skip) == theirs.decode(ids, skip_special_tokens=skip)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("length", [LONG_TEXT, LONG_TEXT + 1, 5 * LONG_TEXT])
 def test_long_texts_are_encoded_as_short_ones_are(pair, length):
     ours, theirs = pair

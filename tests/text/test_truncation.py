@@ -42,6 +42,7 @@ def text_of(length: int, seed: int = 0) -> str:
     return " ".join(rng.choice(words) for _ in range(length // 3))[:length]
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("side", ["left", "right"])
 @pytest.mark.parametrize("kept", [1, 5, CONTEXT])
 @pytest.mark.parametrize("make", [tiny.byte_level_tokenizer, tiny.metaspace_tokenizer])
@@ -68,6 +69,7 @@ def test_no_more_than_a_part_is_tokenized() -> None:
         assert counted.characters <= 3 * sandbox_program.PIECE
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("side", ["left", "right"])
 @pytest.mark.parametrize("sandboxed", [True, False])
 @pytest.mark.parametrize("is_chat", [True, False])

@@ -91,6 +91,7 @@ def test_only_tokenizers_that_are_known_to_be_linear_are_trusted(name: str) -> N
     assert encodes_in_proportion(described, Tokenizer(made).longest_token) == (name in LINEAR)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", [n for n in LINEAR if n not in ("nothing", "metaspace")])
 def test_trusted_patterns_take_any_run_of_characters(name: str) -> None:
     """A pattern that took the square of a run's length would take minutes for one of these."""

@@ -79,7 +79,7 @@ async def callables_decide(
             assert [entry.token_id for entry in ours.outputs[0].logprobs] == list(ours.token_ids)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(("chunk", "blocks", "depth"), [(1, 40, 2), (7, 40, 1), (64, 40, 3), (64, 9, 2)])
 async def test_callables_decide(tmp_path: Path, chunk: int, blocks: int, depth: int) -> None:
     await callables_decide(tmp_path, {}, chunk, blocks, depth, list(FEATURES))

@@ -65,6 +65,7 @@ async def accepts(asked: StructuredOutputs, text: str) -> bool:
         grammars.close()
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("regex", "text", "right"), CASES)
 async def test_classes(regex: str, text: str, right: bool) -> None:
     assert await accepts(StructuredOutputs(regex=regex), text) is right

@@ -22,6 +22,7 @@ from asyncengine.engine.constraints import masks
 from asyncengine.engine.constraints.masks import Constraint
 from asyncengine.engine.constraints.reasoning import Reasoning, reasoning_at
 from asyncengine.text.tokenizer import Tokenizer
+from tests.amounts import sample_of
 
 PROMPT = "Once upon a time"
 SCHEMA: dict[str, Any] = {
@@ -98,8 +99,8 @@ class RandomSchema:
         return {"type": "object", "properties": properties, "required": required, "additionalProperties": False}
 
 
-async def test_a_thousand_random_schemas() -> None:
-    schemas = [RandomSchema(seed).schema for seed in range(1000)]
+async def test_many_random_schemas() -> None:
+    schemas = [RandomSchema(seed).schema for seed in range(sample_of(1000, 200))]
     async with engine_with(max_num_seqs=64) as engine:
         outputs = await asyncio.gather(
             *(
@@ -113,9 +114,10 @@ async def test_a_thousand_random_schemas() -> None:
         if output.finish_reason == "stop":
             whole += 1
             jsonschema.validate(json.loads(output.text), schema, format_checker=formats)
-    assert whole > 950  # the others ran into max_tokens: digits of numbers have no end
+    assert whole > 0.95 * len(schemas)  # the others ran into max_tokens: digits of numbers have no end
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "regex",
     [
@@ -160,7 +162,7 @@ def constrained_greedy(prompt: str, schema: dict[str, Any], count: int) -> list[
     return out
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("depth", [1, 2, 3])
 @pytest.mark.parametrize(("chunk", "blocks"), [(1, 64), (5, 64), (64, 9)])
 async def test_tokens_are_those_of_a_plain_loop(depth: int, chunk: int, blocks: int) -> None:
@@ -198,6 +200,7 @@ async def test_forced_tokens_are_not_sampled_one_by_one() -> None:
     assert output.usage.completion_tokens == len(output.token_ids)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("feature", "changes_it"),
     [
