@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from pathlib import Path
 from typing import Any
 
@@ -48,9 +49,13 @@ async def test_tokens_equal_transformers(tmp_path: Path, variant: str) -> None:
     assert list(other.token_ids) == tiny.followers(model, PROMPTS[1], other.token_ids)
 
 
-def test_the_real_shape_has_plans_for_both_kinds_of_layer() -> None:
+def test_the_real_shape_has_plans_for_both_kinds_of_layer(tmp_path: Path) -> None:
     """Windows have eight heads of 256, the layers that see everything two of 512; all are prepared by a kernel."""
-    config = EngineConfig(model=str(SHAPE), load_format="dummy", max_num_seqs=8, max_num_batched_tokens=64)
+    shape = json.loads((SHAPE / "config.json").read_text())
+    last = shape["layer_types"].index("full_attention") + 1  # layers repeat from there on
+    shape |= {"num_hidden_layers": last, "layer_types": shape["layer_types"][:last]}
+    (tmp_path / "config.json").write_text(json.dumps(shape))
+    config = EngineConfig(model=str(tmp_path), load_format="dummy", max_num_seqs=8, max_num_batched_tokens=64)
     kinds = attention_kinds(read_model_config(config), torch.bfloat16)
     assert [(kind.shape.num_kv_heads, kind.shape.head_dim, kind.window) for kind in kinds] == [
         (2, 512, 0), (8, 256, 1024)
