@@ -95,7 +95,7 @@ void for_shapes(Body&& body) {
     for (const int64_t k : small ? std::vector<int64_t>{32, 160, 512, 608} : std::vector<int64_t>{256, 768}) {
       for (const int64_t outputs : {1, 16, 37, 83}) {
         const std::vector<uint8_t> blocks = random_blocks(type, outputs, k);
-        for (const int64_t rows : {1, 7, 8, 16, 17, 33}) {
+        for (const int64_t rows : {1, 7, 8, 16, 17, 33, 64}) {
           const std::vector<float> x = rounded_rows(rows, k);
           body(BlockTask{type, blocks.data(), outputs, k, x.data(), rows, nullptr});
         }

@@ -8,7 +8,7 @@
 namespace asyncengine {
 namespace {
 
-constexpr int64_t kManyRows = 8;  // by estimate: a tile of fewer rows costs its loads and stores
+constexpr int64_t kManyRows = 64;  // fewer take longer by tiles (bench/log/cpu.md)
 
 // Instructions are written out, as GCC's functions take numbers of tiles as text.
 class AmxTiles {
