@@ -59,7 +59,7 @@ class Roster {
   // In order. Those that run no more are among them until compact().
   const std::vector<Slot*>& running() const { return running_; }
   size_t num_free_slots() const { return free_slots_.size(); }
-  // Those included that wait for a step.
+  // Slots whose state waits for the step that copies it are counted.
   size_t num_unused_slots() const { return free_slots_.size() + left_states_.size(); }
   int32_t index(const Slot& slot) const { return static_cast<int32_t>(&slot - slots_.data()); }
   Slot& slot(int32_t index) { return slots_[static_cast<size_t>(index)]; }

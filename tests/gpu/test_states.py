@@ -175,7 +175,7 @@ def test_an_evicted_state_comes_back_from_the_host(saved, variant, blocks):
 
 @pytest.mark.parametrize("variant", KINDS)
 def test_a_preempted_sequence_goes_on_where_it_was(saved, variant):
-    """Its state and all of its blocks come back, the last one with what it has: no token is computed twice."""
+    """The state and all blocks come back, the last one with what it has: no token is computed twice."""
     path, _ = saved(variant)
     jobs = [([(7 * i + j) % tiny.VOCAB_SIZE for i in range(40 + 3 * j)], greedy(70)) for j in range(4)]
     expected, _ = run(on_cpu, path, jobs, alone=True)

@@ -119,7 +119,7 @@ class HostTier:
     def _of_states(
         cls, config: EngineConfig, native: CudaDevice, regions: list[tuple[int, int]], of_state: int, num_blocks: int
     ) -> Self | None:
-        """Of a model whose layers keep states alone: its blocks hold nothing, and nothing moves with them."""
+        """Make the tier of a model whose layers keep states alone: its blocks hold and move nothing."""
         names = choose_num_host_blocks(config, 0, num_blocks, state_bytes=of_state)
         if names == 0:
             return None

@@ -75,7 +75,7 @@ class HostTier {
   // A sequence is about to give these back, the first before the others. They are held until a transfer's have copies: whoever
   // lacks blocks would use others before that, and what is behind them would be worth nothing.
   void hold(std::span<const int32_t> blocks);
-  // What a sequence that gives so many blocks back costs those who wait for them, and itself when it goes on with its state.
+  // Nanoseconds that a swap of so many blocks costs the sequences that wait for them, and the sequence that comes back.
   int64_t swap_ns(const StepCosts& costs, int32_t blocks) const;
   // Copies out the blocks of a sequence that no step in flight touches; meanwhile it waits. At the end stored() gets the host
   // blocks in their order, pinned: copies that were there already, which others may share, and new ones. None: it came to

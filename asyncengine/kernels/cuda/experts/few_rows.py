@@ -18,8 +18,8 @@ from torch import Tensor
 
 from asyncengine.kernels.cuda.experts.codes import decode, kernel_operands, load_codes, load_scales
 from asyncengine.kernels.cuda.experts.epilogue import GATED_KINDS, activate_columns
-from asyncengine.kernels.cuda.launch.compiling import INTERPRETED, kernel
-from asyncengine.kernels.cuda.launch.programmatic import launch_options, start_next, wait
+from asyncengine.kernels.cuda.launch.compiling import kernel
+from asyncengine.kernels.cuda.launch.programmatic import INTERPRETED, launch_options, start_next, wait
 from asyncengine.kernels.cuda.linear.handle import CudaLinear
 from asyncengine.kernels.cuda.linear.skinny import weight_rows_of
 

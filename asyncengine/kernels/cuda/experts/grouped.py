@@ -16,8 +16,8 @@ from asyncengine.kernels.cuda.experts.codes import decode, kernel_operands, load
 from asyncengine.kernels.cuda.experts.epilogue import GATED_KINDS, activate_columns
 from asyncengine.kernels.cuda.experts.plan import Tiles
 from asyncengine.kernels.cuda.experts.sort import SortedPairs
-from asyncengine.kernels.cuda.launch.compiling import INTERPRETED, kernel
-from asyncengine.kernels.cuda.launch.programmatic import launch_options, must_widen, start_next, wait
+from asyncengine.kernels.cuda.launch.compiling import kernel
+from asyncengine.kernels.cuda.launch.programmatic import INTERPRETED, launch_options, must_widen, start_next, wait
 from asyncengine.kernels.cuda.linear.handle import CudaLinear
 from asyncengine.kernels.cuda.linear.skinny import weight_rows_of
 
