@@ -143,6 +143,10 @@ struct SimulatedRuntime {
     SimulatedDevice* owner = nullptr;
     std::memcpy(&owner, base, sizeof(owner));
     if (!is_current(owner)) return kWrongDevice;
+    {  // as with CUDA, a copy that is under way ends first
+      std::unique_lock lock(owner->mutex_);
+      owner->changed_.wait(lock, [owner] { return !owner->copying_; });
+    }
     --owner->live_objects_;
     std::free(base);
     return kCudaSuccess;
@@ -379,9 +383,11 @@ void SimulatedDevice::run_operation(const Operation& operation, std::unique_lock
   if (operation.kind == Operation::kGraph) return run_graph(static_cast<CudaGraphExec>(operation.target), lock);
   if (operation.kind == Operation::kRecord) static_cast<CudaEvent>(operation.target)->done.fetch_add(1, std::memory_order_release);
   if (operation.kind != Operation::kCopy) return;
+  copying_ = true;
   lock.unlock();
   std::memcpy(operation.target, operation.source, operation.bytes);
   lock.lock();
+  copying_ = false;  // run() notifies
 }
 
 void SimulatedDevice::run_graph(CudaGraphExec graph, std::unique_lock<std::mutex>& lock) {

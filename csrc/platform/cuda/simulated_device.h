@@ -77,6 +77,7 @@ class SimulatedDevice {
   std::vector<CudaStream> cuda_streams_;
   std::vector<CudaGraphExec> graphs_;
   int64_t launches_ = 0, fail_launch_ = -1, hang_launch_ = -1;
+  bool copying_ = false;
   int fault_ = kCudaSuccess, error_ = kCudaSuccess;
   struct {
     int64_t in = -1;  // calls before it
