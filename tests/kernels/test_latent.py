@@ -138,6 +138,22 @@ def test_attention_over_float8_is_that_of_torch(device: torch.device, name: str,
     assert set(changed.tolist()) == set(case.step.slot_mapping[: case.count].tolist())
 
 
+@pytest.mark.parametrize("name", PLANS)
+@torch.inference_mode()
+def test_a_row_without_numbers_spoils_no_other_row(device: torch.device, name: str) -> None:
+    """Tokens of two rows share a tile, and latents of one row that are NaN do not reach the other."""
+    case = Case(3, 24, 8, device, torch.float32)
+    expected = case.by_torch()
+    spoilt = 2
+    slot, (context, _) = len(ROWS) - 1 - spoilt, ROWS[spoilt]
+    blocks = case.step.slots.block_tables[slot, : context // BLOCK_SIZE].long()
+    case.cache.latents[blocks] = float("nan")
+    got = latent_attention(case.q, case.q_rope, case.rows, case.layer, case.cache, case.step, PLANS[name])
+    own = case.step.token_slot[: case.count] == slot
+    torch.testing.assert_close(got[: case.count][~own], expected[~own], atol=1e-5, rtol=1e-5)
+    assert got[: case.count][own].isnan().any()
+
+
 def test_caches_and_scales_that_do_not_fit_are_refused(device: torch.device) -> None:
     exact, float8 = (Case(3, 24, 8, device, torch.float32, float8=float8) for float8 in (False, True))
     for latents, scales, message in (

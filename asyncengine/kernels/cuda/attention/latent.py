@@ -227,11 +227,9 @@ def _latent_kernel(
         query, turned = for_products(query), for_products(turned)
         of_latents, of_keys = key_scale(kv_scales, 0, 1), value_scale(kv_scales, 0, 1)
 
-    peak = tl.full([M], -float("inf"), tl.float32)
-    total = tl.zeros([M], tl.float32)
-    acc = tl.zeros([M, RANK_TILE], tl.float32)
     for turn in range(TOKENS):
-        # A turn is for the tokens of one row, which are neighbours: the turn of the first one of them.
+        # A turn is for the tokens of one row, which are neighbours: the turn of the first one of them. It has sums of
+        # its own, and stores them for these tokens alone: a weight of zero times a NaN of another row would be NaN.
         now = first_token + turn
         current = tl.load(token_slot + now, mask=now < num_tokens, other=-1)
         before = tl.load(token_slot + now - 1, mask=(turn > 0) & (now < num_tokens), other=-1)
@@ -240,55 +238,62 @@ def _latent_kernel(
         end = tl.where((current >= 0) & (current != before), end, 0)
         share = tl.cdiv(tl.cdiv(end, N), PIECES) * N
         table = block_tables + tl.maximum(current, 0).to(tl.int64) * table_stride
-        for start in tl.range(piece * share, tl.minimum(end, (piece + 1) * share), N, num_stages=STAGES):
-            key = start + tl.arange(0, N)
-            inside = key < end
-            block = tl.load(table + key // BLOCK_SIZE, mask=inside, other=0).to(tl.int64)
-            # The 1 is for the compiler, which otherwise takes each place for a multiple of BLOCK_SIZE, and copies more
-            # numbers at once than vectors of some widths are aligned for.
-            place_of_key = tl.where(inside, block * BLOCK_SIZE + key % BLOCK_SIZE, 1)
-            stored = latents + place_of_key[:, None] * (RANK + ROPE)
-            known = tl.load(stored + column[None, :], mask=inside[:, None] & (column < RANK)[None, :], other=0.0)
-            values = known
+        if end > 0:
+            peak = tl.full([M], -float("inf"), tl.float32)
+            total = tl.zeros([M], tl.float32)
+            acc = tl.zeros([M, RANK_TILE], tl.float32)
+            for start in tl.range(piece * share, tl.minimum(end, (piece + 1) * share), N, num_stages=STAGES):
+                key = start + tl.arange(0, N)
+                inside = key < end
+                block = tl.load(table + key // BLOCK_SIZE, mask=inside, other=0).to(tl.int64)
+                # The 1 is for the compiler, which otherwise takes each place for a multiple of BLOCK_SIZE, and copies
+                # more numbers at once than vectors of some widths are aligned for.
+                place_of_key = tl.where(inside, block * BLOCK_SIZE + key % BLOCK_SIZE, 1)
+                stored = latents + place_of_key[:, None] * (RANK + ROPE)
+                known = tl.load(stored + column[None, :], mask=inside[:, None] & (column < RANK)[None, :], other=0.0)
+                values = known
+                if FLOAT8:
+                    # A second load, which differs from that of the keys for it to stay one, lets each have a layout of
+                    # its own. A tile of both would go through registers, and the loop would wait for it in each turn.
+                    values = tl.load(
+                        stored + column[None, :],
+                        mask=inside[:, None] & (column < RANK)[None, :],
+                        other=0.0,
+                        eviction_policy="evict_first",
+                    ).to(query.dtype)
+                ends = tl.load(
+                    stored + RANK + place[None, :], mask=inside[:, None] & (place < ROPE)[None, :], other=0.0
+                )
+                known, ends = known.to(query.dtype), ends.to(query.dtype)
+                if FLOAT8:
+                    score = (
+                        dot(query, tl.trans(known), WIDEN) * of_latents + dot(turned, tl.trans(ends), WIDEN) * of_keys
+                    )
+                else:
+                    score = dot(query, tl.trans(known), WIDEN) + dot(turned, tl.trans(ends), WIDEN)
+                score *= scale
+                visible = mine[:, None] & (key[None, :] <= position[:, None])
+                score = tl.where(visible, score, -float("inf"))
+                new_peak = tl.maximum(peak, tl.max(score, 1))
+                # A query that has seen no key yet: -inf less -inf would be NaN.
+                base = tl.where(new_peak == -float("inf"), 0.0, new_peak)
+                weight = tl.exp2(score - base[:, None])
+                shrink = tl.exp2(peak - base)
+                total = total * shrink + tl.sum(weight, 1)
+                acc = acc * shrink[:, None] + dot(weight.to(values.dtype), values, WIDEN)
+                peak = new_peak
             if FLOAT8:
-                # A second load, which differs from that of the keys for it to stay one, lets each have a layout of
-                # its own. A tile of both would go through registers, and the loop would wait for it in each turn.
-                values = tl.load(
-                    stored + column[None, :],
-                    mask=inside[:, None] & (column < RANK)[None, :],
-                    other=0.0,
-                    eviction_policy="evict_first",
-                ).to(query.dtype)
-            ends = tl.load(stored + RANK + place[None, :], mask=inside[:, None] & (place < ROPE)[None, :], other=0.0)
-            known, ends = known.to(query.dtype), ends.to(query.dtype)
-            if FLOAT8:
-                score = dot(query, tl.trans(known), WIDEN) * of_latents + dot(turned, tl.trans(ends), WIDEN) * of_keys
+                acc *= of_latents
+            inside = mine[:, None] & (column < RANK)[None, :]
+            one = token * HEADS + head
+            if PIECES == 1:
+                result = acc / tl.where(total == 0, 1.0, total)[:, None]
+                tl.store(out + one[:, None] * RANK + column[None, :], result.to(out.dtype.element_ty), mask=inside)
             else:
-                score = dot(query, tl.trans(known), WIDEN) + dot(turned, tl.trans(ends), WIDEN)
-            score *= scale
-            visible = mine[:, None] & (key[None, :] <= position[:, None])
-            score = tl.where(visible, score, -float("inf"))
-            new_peak = tl.maximum(peak, tl.max(score, 1))
-            # A query that has seen no key yet: -inf less -inf would be NaN.
-            base = tl.where(new_peak == -float("inf"), 0.0, new_peak)
-            weight = tl.exp2(score - base[:, None])
-            shrink = tl.exp2(peak - base)
-            total = total * shrink + tl.sum(weight, 1)
-            acc = acc * shrink[:, None] + dot(weight.to(values.dtype), values, WIDEN)
-            peak = new_peak
-
-    if FLOAT8:
-        acc *= of_latents
-    inside = real[:, None] & (column < RANK)[None, :]
-    one = token * HEADS + head
-    if PIECES == 1:
-        result = acc / tl.where(total == 0, 1.0, total)[:, None]
-        tl.store(out + one[:, None] * RANK + column[None, :], result.to(out.dtype.element_ty), mask=inside)
-    else:
-        one = one * PIECES + piece
-        tl.store(sums + one[:, None] * RANK + column[None, :], acc, mask=inside)
-        tl.store(stats + 2 * one, peak, mask=real)
-        tl.store(stats + 2 * one + 1, total, mask=real)
+                one = one * PIECES + piece
+                tl.store(sums + one[:, None] * RANK + column[None, :], acc, mask=inside)
+                tl.store(stats + 2 * one, peak, mask=mine)
+                tl.store(stats + 2 * one + 1, total, mask=mine)
 
 
 @kernel
