@@ -34,7 +34,7 @@ shapes = {
 }
 for hidden, inner, count, top_k, activation, how in [shapes[sys.argv[1]]]:
     experts = Experts((coded(16, hidden, *how),), (coded(16, inner, *how),), activation, count)
-    for rows in (1, 64, 2048) if sys.argv[2] == "all" else (1, 2048):
+    for rows in (1, 64, 2048) if sys.argv[2] == "all" else (1, 64):
         routing = choose_experts(torch.zeros(rows, count), RoutingRule(top_k, sums_to_one=True), pdl=True)
         mix(random(rows, hidden), routing, experts, out=random(rows, hidden), add=True, gpu=H200, pdl=True)
 for name, kernel in compiled.items():
@@ -54,4 +54,4 @@ def test_mixtures_of_experts_in_codes_compile(tmp_path: Path, model: str) -> Non
         f"_grouped_kernel:wgmma:{wait}",
         *(f"{name}:{wait}" for name in ("_route_kernel", "_up_kernel", "_down_kernel", "_sort_kernel", "_sum_kernel")),
     }
-    assert compiled.count(f"_grouped_kernel:wgmma:{wait}") == 4
+    assert compiled.count(f"_grouped_kernel:wgmma:{wait}") == (4 if AMOUNT == "all" else 2)
