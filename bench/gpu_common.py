@@ -35,8 +35,8 @@ BANDWIDTH = 4.4e12
 """Bytes per second: reads of device memory, measured on the H200."""
 ELEMENT_BYTES = 2
 """bfloat16, of weights and KV"""
-CODE_BYTES = {"fp8": 1.0, "int8": 1.0, "int4": 0.5 + 4 / 128}
-"""Bytes of a weight by ``quantization``. int4 has a float32 scale for 128 weights, the others for a row."""
+CODE_BYTES = {"fp8": 1.0, "int8": 1 + 4 / 128, "int4": 0.5 + 4 / 128}
+"""Bytes of a weight by ``quantization``. int8 and int4 have a float32 scale for 128 weights, fp8 one for a row."""
 MXFP4_BYTES = 0.5 + 1 / 32
 """Bytes of a weight of an expert in MXFP4."""
 COPIED_BYTES = {"cuda": 4 << 30, "cpu": 256 << 20}
