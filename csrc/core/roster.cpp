@@ -179,7 +179,7 @@ uint64_t Roster::keep_computed(const Slot& slot) {
   return blocks_.publish(block, slot.prefix(), tokens, blocks_.prefetch(block, slot.prefix(), tokens)).id;
 }
 
-// Else it begins with the newest snapshot: of its answer, or of its prompt.
+// Compares a swap with the tokens behind the newest snapshot, of the answer or else of the prompt, which are computed otherwise.
 bool Roster::keeping_pays(const Slot& slot) const {
   if (costs_ == nullptr || !costs_->known()) return true;
   const int32_t size = blocks_.block_size(), own = (slot.sequence->request->prompt_len - 1) / size * size;
@@ -189,7 +189,7 @@ bool Roster::keeping_pays(const Slot& slot) const {
   return tier_->swap_ns(*costs_, held) < costs_->recompute_ns(slot.computed - newest, newest);
 }
 
-// In the order in which they are released.
+// Blocks are held in the order in which they are released.
 void Roster::hold_blocks(int32_t slot) {
   const auto held = tables_.held(slot);
   held_.assign(held.rbegin(), held.rend());

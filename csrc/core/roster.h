@@ -51,7 +51,7 @@ class Roster {
   Placement* placement() const { return placement_; }
   void move_blocks_with(std::unique_ptr<HostTier> tier) { tier_ = std::move(tier); }
   void place_with(Placement& placement) { placement_ = &placement; }
-  // By which it is chosen what is kept of a sequence that gives way.
+  // The costs say whether the state of a sequence that gives way is kept.
   void choose_with(const StepCosts& costs) { costs_ = &costs; }
 
   // ---- slots
@@ -87,15 +87,15 @@ class Roster {
   bool idle() const { return running_.empty() && waiting_.empty() && retiring_ == 0; }
   // ---- what a sequence that gave way goes on with
 
-  // Its state, in the slot that it had, until a step copies it. The chain leads to all that it had computed.
+  // The state of the sequence stays in its slot until a step copies it. The chain leads to all that it had computed.
   struct LeftState {
     int32_t slot = -1;
     uint64_t chain = 0;
   };
   const std::vector<LeftState>& left_states() const { return left_states_; }
-  // The step copies those that it has copies of, and others may have the slots.
+  // The plan of the step has the copies of these states. Others may have the slots.
   void free_left_slots(uint64_t step);
-  // A step is still to copy it. For a moment that may be said of others, too.
+  // Returns true while a step is still to copy the state of this sequence, or that of another.
   bool saves_state_of(const Sequence& sequence) const {
     return sequence.resumes_at > 0 && (!left_states_.empty() || !states_.retired(saved_step_));
   }

@@ -83,7 +83,7 @@ struct States {
   int32_t computed = 0;
 };
 
-// What a prompt of 100 tokens begins with when four others have come and gone since.
+// Returns the beginning that a prompt of 100 tokens finds when four others have come and gone since.
 int32_t found_again(const StepCosts& costs, int64_t& from_host) {
   States s(costs);
   for (uint64_t id = 1; id <= 5; ++id) {

@@ -112,11 +112,12 @@ def _up_kernel(
     wait(PDL)
     row += tl.load(ids + pair).to(tl.int64) * (columns * (2 if GATED else 1))
     from_x = x + pair // TOP_K * x_stride
+    STEPS: tl.constexpr = (K + BK - 1) // BK
     if G:
-        acc = _sum_coded(weight, weight_scale, row, from_x, K, (K + BK - 1) // BK, HELD, BK, G, PITCH, FP4, PLAIN)
+        acc = _sum_coded(weight, weight_scale, row, from_x, K, STEPS, HELD, BK, G, PITCH, FP4, PLAIN)
     else:
         acc = tl.zeros([BN, BK], tl.float32)
-        acc = _add_products(acc, weight + row[:, None] * K, from_x, 1.0, k, K, (K + BK - 1) // BK, HELD, BK)
+        acc = _add_products(acc, weight + row[:, None] * K, from_x, 1.0, k, K, STEPS, HELD, BK)
     y = _total(acc, G)[:, None]
     if weight_scale is not None and G == 0:
         y *= tl.load(weight_scale + row)[:, None]
@@ -155,7 +156,7 @@ def _down_kernel(
     start_next(PDL)
     row, program = tl.program_id(0).to(tl.int64), tl.program_id(1)
     k, column = tl.arange(0, BK), program * BN + tl.arange(0, BN)
-    inside = tl.minimum(column, columns - 1)
+    weight_row = tl.minimum(column, columns - 1)
     to = out + row * out_stride + column
     wait(PDL)
     total = tl.zeros([BN], tl.float32)
@@ -163,7 +164,7 @@ def _down_kernel(
     STEPS: tl.constexpr = (K + BK - 1) // BK
     for i in tl.static_range(TOP_K):
         pair = row * TOP_K + i
-        of_expert = tl.load(ids + pair).to(tl.int64) * columns + inside
+        of_expert = tl.load(ids + pair).to(tl.int64) * columns + weight_row
         factor = tl.load(factors + pair).to(tl.float32)
         at = weight + of_expert[:, None] * K
         if G:
@@ -173,9 +174,9 @@ def _down_kernel(
         elif weight_scale is None:
             acc = _add_products(acc, at, x + pair * K, factor, k, K, STEPS, HELD, BK)
         else:
-            own_acc = tl.zeros([BN, BK], tl.float32)
-            own_acc = _add_products(own_acc, at, x + pair * K, factor, k, K, STEPS, HELD, BK)
-            acc += own_acc * tl.load(weight_scale + of_expert)[:, None]
+            own = tl.zeros([BN, BK], tl.float32)
+            own = _add_products(own, at, x + pair * K, factor, k, K, STEPS, HELD, BK)
+            acc += own * tl.load(weight_scale + of_expert)[:, None]
         if bias is not None:
             total += factor * tl.load(bias + of_expert).to(tl.float32)
     total += _total(acc, G)
