@@ -364,8 +364,7 @@ class BlockManager:
         """Chain id after the block; tokens of exactly one block."""
     def match_prefix(self, tokens: Sequence[int], salt: int, /) -> list[int]:
         """Blocks that hold the start of tokens; takes no reference."""
-    def time_match_prefix(self, tokens: Sequence[int], repeats: int, /) -> float:
-        """Nanoseconds per match."""
+    def time_match_prefix(self, tokens: Sequence[int], repeats: int, /) -> float: ...  # nanoseconds per match
     @staticmethod
     def root_chain(salt: int, /) -> int: ...
     def consistent(self) -> bool: ...
@@ -702,6 +701,7 @@ class BlockChange(NamedTuple):
     parent: int = 0  # the chain before it, or the salt of a block that is the first of a prompt
     is_first: bool = False
     tokens: bytes = b""  # the block's token ids as int32, in the machine's byte order; empty if it was removed
+    group: int = 0  # 0, or that of layers with a window, whose block goes, without a change, with the one of group 0
 
 class BlockMap(NamedTuple):
     """The KV blocks in order, in cells of ``blocks_per_cell``, at most 1,024 cells.

@@ -55,6 +55,8 @@ class BlockStored(msgspec.Struct, frozen=True, omit_defaults=True, tag=True):
     """For each block: a digest of the cache_salt, in the first block of a prompt that has one."""
     group_idx: int | None = None
     kv_cache_spec_kind: str | None = None
+    kv_cache_spec_sliding_window: int | None = None
+    """Tokens that the layers of this group see; None: all."""
 
 
 class BlockRemoved(msgspec.Struct, frozen=True, omit_defaults=True, tag=True):
@@ -83,13 +85,15 @@ class KVEventBatch(msgspec.Struct, frozen=True, array_like=True):
 class _Block:
     """A block that a prompt can find."""
 
-    __slots__ = ("children", "digest", "on_host", "parent")
+    __slots__ = ("children", "digest", "groups", "on_host", "parent")
 
     def __init__(self, digest: bytes, parent: int | None, on_host: bool) -> None:
         self.digest = digest
         self.parent = parent
         self.on_host = on_host
         self.children: set[int] = set()
+        self.groups: set[int] = set()
+        """Window groups that have a block of their own for these tokens."""
 
     @property
     def name(self) -> int:
@@ -105,36 +109,45 @@ class PrefixView:
 
     A block's hash is the last 8 bytes of a digest of all tokens up to its end and of the salt. All servers agree on it.
     A block whose beginning was evicted cannot be found: it is removed with its beginning.
+
+    Layers with a window may form groups with blocks of their own, which have the hashes of group 0. A prompt begins
+    with the longest chain in group 0 that has, in each other group, the last blocks that the token behind it sees.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, window: int = 0) -> None:
+        """``window``: tokens that layers of window groups see."""
+        self._window = window
         self._blocks: dict[int, _Block] = {}
         """By chain."""
+        self._ends: dict[int, tuple[BlockStored, int]] = {}
+        """For each group the event that may go on, and the chain that it ends with."""
 
     def __len__(self) -> int:
         return len(self._blocks)
 
     def events(self, changes: Sequence[BlockChange]) -> list[KVEvent]:
-        """Return the events of these changes. Neighbours of one kind become one event."""
+        """Return the events of these changes. Neighbours of one kind and group become one event."""
         events: list[KVEvent] = []
-        last_stored: int | None = None  # the chain of the block that the last event ends with
+        self._ends.clear()
         for change in changes:
-            stored: int | None = None
+            goes_on = False
             match change.kind:
                 case "stored":
-                    if self._store(change, events, last_stored):
-                        stored = change.chain
+                    goes_on = self._store_in_group(change, events) if change.group else self._store(change, events)
                 case "moved":
                     self._move(change, events)
+                case "removed" if change.group:
+                    self._remove_from_group(change, events)
                 case "removed":
                     self._remove(change.chain, events)
                 case _:
                     events = [AllBlocksCleared()] if self._blocks else []
                     self._blocks.clear()
-            last_stored = stored
+            if not goes_on:
+                self._ends.clear()
         return events
 
-    def _store(self, change: BlockChange, events: list[KVEvent], last_stored: int | None) -> bool:
+    def _store(self, change: BlockChange, events: list[KVEvent]) -> bool:
         parent = None if change.is_first else self._blocks.get(change.parent)
         if parent is None and not change.is_first:
             return False  # no prompt can find it
@@ -143,23 +156,42 @@ class PrefixView:
         self._blocks[change.chain] = block
         if parent:
             parent.children.add(change.chain)
-        last = events[-1] if events else None
-        if parent and isinstance(last, BlockStored) and last_stored == block.parent and last.medium == block.medium:
+        self._tell_stored(block, change, events)
+        return True
+
+    def _store_in_group(self, change: BlockChange, events: list[KVEvent]) -> bool:
+        block = self._blocks.get(change.chain)
+        if block is None:
+            return False
+        block.groups.add(change.group)
+        self._tell_stored(block, change, events)
+        return True
+
+    def _tell_stored(self, block: _Block, change: BlockChange, events: list[KVEvent]) -> None:
+        last, end = self._ends.get(change.group, (None, None))
+        if last and end == block.parent and last.medium == block.medium:
             last.block_hashes.append(block.name)
             last.token_ids.extend(_tokens(change))
             if last.extra_keys is not None:
                 last.extra_keys.append(None)
         else:
-            events.append(_stored(block, parent, change))
-        return True
+            last = self._stored(block, change)
+            events.append(last)
+        self._ends[change.group] = last, change.chain
 
     def _move(self, change: BlockChange, events: list[KVEvent]) -> None:
         block = self._blocks.get(change.chain)
         if block is None:
             return
-        _removed(block, events)
+        _removed(block, 0, events)
         block.on_host = change.on_host
-        events.append(_stored(block, None if change.is_first else self._blocks[change.parent], change))
+        events.append(self._stored(block, change))
+
+    def _remove_from_group(self, change: BlockChange, events: list[KVEvent]) -> None:
+        block = self._blocks.get(change.chain)
+        if block is not None:
+            block.groups.remove(change.group)
+            _removed(block, change.group, events)
 
     def _remove(self, chain: int, events: list[KVEvent]) -> None:
         block = self._blocks.get(chain)
@@ -170,7 +202,25 @@ class PrefixView:
             block = self._blocks.pop(lost.pop(), None)
             if block is not None:
                 lost.extend(block.children)
-                _removed(block, events)
+                for group in (*sorted(block.groups), 0):
+                    _removed(block, group, events)
+
+    def _stored(self, block: _Block, change: BlockChange) -> BlockStored:
+        tokens = _tokens(change)
+        salted = change.is_first and change.parent != 0
+        return BlockStored(
+            block_hashes=[block.name],
+            parent_block_hash=None if block.parent is None else self._blocks[block.parent].name,
+            token_ids=tokens,
+            block_size=len(tokens),
+            lora_id=None,
+            medium=block.medium,
+            lora_name=None,
+            extra_keys=[[f"{change.parent:016x}"]] if salted else None,
+            group_idx=change.group,
+            kv_cache_spec_kind="sliding_window" if change.group else "full_attention",
+            kv_cache_spec_sliding_window=self._window if change.group else None,
+        )
 
 
 def _root(salt: int) -> bytes:
@@ -181,29 +231,17 @@ def _tokens(change: BlockChange) -> list[int]:
     return memoryview(change.tokens).cast("i").tolist()
 
 
-def _stored(block: _Block, parent: _Block | None, change: BlockChange) -> BlockStored:
-    tokens = _tokens(change)
-    salted = change.is_first and change.parent != 0
-    return BlockStored(
-        block_hashes=[block.name],
-        parent_block_hash=parent.name if parent else None,
-        token_ids=tokens,
-        block_size=len(tokens),
-        lora_id=None,
-        medium=block.medium,
-        lora_name=None,
-        extra_keys=[[f"{change.parent:016x}"]] if salted else None,
-        group_idx=0,
-        kv_cache_spec_kind="full_attention",
-    )
-
-
-def _removed(block: _Block, events: list[KVEvent]) -> None:
-    last = events[-1] if events else None
-    if isinstance(last, BlockRemoved) and last.medium == block.medium:
-        last.block_hashes.append(block.name)
-    else:
-        events.append(BlockRemoved([block.name], block.medium, group_idx=0))
+def _removed(block: _Block, group: int, events: list[KVEvent]) -> None:
+    """Removals in a row may change places: the last one of the group is looked for among them."""
+    for last in reversed(events):
+        if not isinstance(last, BlockRemoved):
+            break
+        if last.group_idx == group:
+            if last.medium != block.medium:
+                break
+            last.block_hashes.append(block.name)
+            return
+    events.append(BlockRemoved([block.name], block.medium, group_idx=group))
 
 
 class _Kept:
@@ -227,13 +265,13 @@ class _Kept:
 class _Rank:
     """The sockets of one engine, its batches, and its view."""
 
-    def __init__(self, rank: int, topic: bytes, publish: Any, replay: Any) -> None:
-        """The sockets are of the kinds PUB and ROUTER; ``replay`` may be None."""
+    def __init__(self, rank: int, topic: bytes, publish: Any, replay: Any, window: int) -> None:
+        """The sockets are of the kinds PUB and ROUTER; ``replay`` may be None. ``window`` is PrefixView's."""
         self._rank = rank
         self._topic = topic
         self._publish = publish
         self._replay = replay
-        self._view = PrefixView()
+        self._view = PrefixView(window)
         self._number = 0
         self._kept = _Kept()
 
@@ -302,7 +340,7 @@ class KVEventPublisher:
                 replay = None
                 if replay_at is not None:
                     replay = self._bind(zmq.ROUTER, _of_rank(replay_at, number), 2 * (_KEPT_BATCHES + 1))
-                ranks.append(_Rank(number, self._topic, publish, replay))
+                ranks.append(_Rank(number, self._topic, publish, replay, self._engine.model_info.group_window))
                 if replay is not None:
                     self._tasks.append(asyncio.create_task(ranks[-1].answer(zmq.NOBLOCK, zmq.Again)))
         except zmq.ZMQError as e:

@@ -32,7 +32,7 @@ py::list block_changes(BlockEvents& events, size_t most) {
   events.drain(most, [&](const BlockEvent& event, const int32_t* tokens) {
     const bool has_tokens = event.kind == BlockEvent::kStored || event.kind == BlockEvent::kMoved;
     all.append(block_change({py::str(name_of(event.kind)), event.on_host, event.chain, event.parent.id, event.parent.root,
-                             has_tokens ? py::bytes(reinterpret_cast<const char*>(tokens), bytes) : py::bytes()}));
+                             has_tokens ? py::bytes(reinterpret_cast<const char*>(tokens), bytes) : py::bytes(), event.group}));
   });
   return all;
 }

@@ -17,6 +17,7 @@ struct BlockEvent {
   enum Kind : uint8_t { kStored, kRemoved, kMoved, kCleared };
   Kind kind = kCleared;
   bool on_host = false;  // where the block is now, or was
+  int32_t group = 0;     // 0: the block itself; g + 1: the block of window group g that is found through it
   uint64_t chain = 0;
   Chain parent;
 };
@@ -38,7 +39,7 @@ class BlockEvents {
   size_t block_size() const { return block_size_; }
 
   // Step thread. `tokens` are those of the block; null for kRemoved.
-  void add(BlockEvent::Kind kind, int32_t block, uint64_t chain, Chain parent, const int32_t* tokens) {
+  void add(BlockEvent::Kind kind, int32_t block, uint64_t chain, Chain parent, const int32_t* tokens, int32_t group = 0) {
     const uint64_t end = end_.load(std::memory_order_relaxed);
     if (lost_.load(std::memory_order_acquire) || end - begin_.load(std::memory_order_acquire) == events_.size()) {
       lost_.store(true, std::memory_order_release);
@@ -46,7 +47,7 @@ class BlockEvents {
       return;
     }
     const size_t i = end % events_.size();
-    events_[i] = {kind, block >= num_device_blocks_, chain, parent};
+    events_[i] = {kind, block >= num_device_blocks_, group, chain, parent};
     if (tokens != nullptr) std::copy_n(tokens, block_size_, tokens_.begin() + static_cast<ptrdiff_t>(i * block_size_));
     end_.store(end + 1, std::memory_order_release);
   }

@@ -34,6 +34,8 @@ int32_t BlockManager::allocate() {
   if (index_.contains(block)) {
     evict(block);
   } else if (cached(block)) {
+    const int32_t place = entry_of_[static_cast<size_t>(block)];
+    index_.tell_of_companion(BlockEvent::kRemoved, place / window_groups_, place % window_groups_);
     leave_entry(block);
   }
   state(block).ref_count = 1;
@@ -81,6 +83,13 @@ bool BlockManager::consistent() const {
 // The block is no companion any more.
 void BlockManager::leave_entry(int32_t block) {
   companions_[static_cast<size_t>(std::exchange(entry_of_[static_cast<size_t>(block)], -1))] = -1;
+}
+
+// The entry is known under another chain now, with the companions that it had.
+void BlockManager::tell_of_companions(int32_t entry) const {
+  for (int32_t group = 0; group < window_groups_; ++group) {
+    if (companion(entry, group) >= 0) index_.tell_of_companion(BlockEvent::kStored, entry, group);
+  }
 }
 
 // The entry is evicted: nobody finds its companions any more, and those that are free are the next to be used.

@@ -70,7 +70,10 @@ class BlockManager {
   // this returned for the block before. When an equal block is cached already, that one stays and its chain is returned.
   // `hash` is what prefetch() of the same returned. `entry` gets the block that is known.
   Chain publish(int32_t block, Chain parent, const int32_t* tokens, uint64_t hash, int32_t* entry = nullptr) {
+    const uint64_t before = window_groups_ > 0 ? chain_of(block).id : 0;
     const int32_t known = index_.find_or_insert(block, parent, tokens, hash);
+    if (before != 0 && chain_of(block).id != before) [[unlikely]]
+      tell_of_companions(block);
     if (entry != nullptr) *entry = known;
     if (known >= num_blocks() && !index_.contains(block)) [[unlikely]] {
       moved_in(known - num_blocks(), block);
@@ -107,6 +110,7 @@ class BlockManager {
     if (companion >= 0 || entry_of_[static_cast<size_t>(block)] >= 0) return;
     companion = block;
     entry_of_[static_cast<size_t>(block)] = entry * window_groups_ + group;
+    index_.tell_of_companion(BlockEvent::kStored, entry, group);
   }
   // The block of the group, or -1.
   int32_t companion(int32_t entry, int32_t group) const { return companions_[companion_place(entry, group)]; }
@@ -198,6 +202,7 @@ class BlockManager {
   }
   void leave_entry(int32_t block);
   void drop_companions(int32_t entry);
+  void tell_of_companions(int32_t entry) const;
   bool companions_consistent() const;
   void link(int32_t block, int32_t prev, int32_t next);
   void unlink(int32_t block);

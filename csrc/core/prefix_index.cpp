@@ -111,6 +111,12 @@ void PrefixIndex::rename(int32_t from, int32_t to) {
   events_->add(BlockEvent::kMoved, to, entry.chain, entry.parent, tokens_of(to));
 }
 
+void PrefixIndex::tell_of_companion(BlockEvent::Kind kind, int32_t entry, int32_t group) const {
+  if (!tells_of(entry)) return;
+  const Entry& known = entries_[static_cast<size_t>(entry)];
+  events_->add(kind, entry, known.chain, known.parent, kind == BlockEvent::kStored ? tokens_of(entry) : nullptr, group + 1);
+}
+
 size_t PrefixIndex::find_cell(int32_t block) const {
   assert(contains(block));
   const size_t mask = cells_.size() - 1;

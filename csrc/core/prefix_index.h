@@ -34,6 +34,9 @@ class PrefixIndex {
   bool consistent() const;
   // Changes are recorded there from now on.
   void tell(BlockEvents& events) { events_ = &events; }
+  // Records that a block of window group `group` is found through `entry` now (kStored), or no more (kRemoved). It goes with
+  // the entry, untold, where that is removed.
+  void tell_of_companion(BlockEvent::Kind kind, int32_t entry, int32_t group) const;
 
  private:
   struct Cell {

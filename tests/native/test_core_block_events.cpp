@@ -55,6 +55,32 @@ TEST(block_events_follow_a_block_through_its_life) {
   CHECK_EQ(blocks.events().num_lost(), 0);
 }
 
+TEST(block_events_follow_the_blocks_of_window_groups) {
+  BlockManager blocks(3, kBlockSize, true, 0, 16, 2);
+  const int32_t entry = blocks.allocate(), window = blocks.allocate(), taken = blocks.allocate();
+  store(blocks, entry, {7, true}, 1);
+  blocks.accompany(entry, 1, window);
+  blocks.accompany(entry, 1, taken);  // the group has one: no change
+  blocks.release(window);
+  blocks.release(entry);
+  blocks.allocate();  // evicts the block of the window group, which was released first
+  blocks.accompany(entry, 0, taken);
+  blocks.allocate();  // evicts the entry, and the other block goes with it, untold
+  Seen seen;
+  seen.read(blocks.events(), 16);
+  CHECK_EQ(seen.events.size(), 5u);
+  const BlockEvent::Kind kinds[] = {BlockEvent::kStored, BlockEvent::kStored, BlockEvent::kRemoved, BlockEvent::kStored,
+                                    BlockEvent::kRemoved};
+  const int32_t groups[] = {0, 2, 2, 1, 0};
+  for (size_t i = 0; i < 5; ++i) {
+    CHECK(seen.events[i].kind == kinds[i]);
+    CHECK_EQ(seen.events[i].group, groups[i]);
+    CHECK_EQ(seen.events[i].chain, seen.events[0].chain);
+  }
+  CHECK(seen.tokens[1] == std::vector<int32_t>(kBlockSize, 1));
+  CHECK(seen.events[1].parent == seen.events[0].parent);
+}
+
 TEST(block_events_that_find_no_room_are_counted_until_the_reader_knows) {
   BlockEvents ring(2, kBlockSize, 8);
   const int32_t tokens[kBlockSize] = {};

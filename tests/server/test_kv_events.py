@@ -7,6 +7,7 @@ import functools
 import operator
 import os
 import random
+from collections import Counter
 from itertools import pairwise
 from typing import Any
 
@@ -15,10 +16,12 @@ import pytest
 import zmq
 import zmq.asyncio
 
-from asyncengine import DataParallelEngine, EngineDeadError, SamplingParams, _core, testing
+from asyncengine import AsyncEngine, DataParallelEngine, EngineDeadError, SamplingParams, _core, testing
 from asyncengine.errors import ConfigError
 from asyncengine.server.config import ServerConfig
 from asyncengine.server.kv_events import INTERVAL_S, KVEventPublisher, PrefixView
+from asyncengine.text.tokenizer import placeholder_tokenizer
+from tests.models import tiny
 
 BLOCK = 16
 # vLLM 0.33's structures (vllm/distributed/kv_events.py): an event is a map with its tag under "type", a batch an array.
@@ -63,10 +66,13 @@ BATCH: Any = msgspec.defstruct(
 
 
 class Router:
-    """The view of a router: for each block the block before it, its tokens and its memory."""
+    """The view of a router: for each block the block before it, its tokens and its memory; for each window group the
+    blocks that it has."""
 
-    def __init__(self) -> None:
+    def __init__(self, window_groups: int = 0, window: int | None = None) -> None:
         self.blocks: dict[int, tuple[int | None, tuple[int, ...], str, str]] = {}
+        self.of_groups: dict[int, set[int]] = {group: set() for group in range(1, 1 + window_groups)}
+        self.window = window
         self.ranks: set[int] = set()
 
     def take(self, payload: bytes) -> None:
@@ -74,14 +80,26 @@ class Router:
         self.ranks.add(batch.data_parallel_rank)
         for event in batch.events:
             match type(event).__name__:
+                case "BlockStored" if event.group_idx:
+                    assert event.kv_cache_spec_kind == "sliding_window"
+                    assert event.kv_cache_spec_sliding_window == self.window
+                    assert len(event.token_ids) == BLOCK * len(event.block_hashes)
+                    assert self.of_groups[event.group_idx].isdisjoint(event.block_hashes)
+                    self.of_groups[event.group_idx].update(event.block_hashes)
                 case "BlockStored":
                     self._store(event)
+                case "BlockRemoved" if event.group_idx:
+                    assert self.of_groups[event.group_idx].issuperset(event.block_hashes)
+                    self.of_groups[event.group_idx].difference_update(event.block_hashes)
                 case "BlockRemoved":
                     for block in event.block_hashes:
                         if block in self.blocks and self.blocks[block][2] == event.medium:
                             del self.blocks[block]
                 case _:
                     self.blocks.clear()
+                    for known in self.of_groups.values():
+                        known.clear()
+        assert all(known <= self.blocks.keys() for known in self.of_groups.values())
 
     def _store(self, event: Any) -> None:
         assert event.block_size == BLOCK
@@ -94,24 +112,35 @@ class Router:
             self.blocks[block] = parent, tuple(event.token_ids[i * BLOCK : (i + 1) * BLOCK]), event.medium, salt
             parent, salt = block, ""
 
-    def matched(self, tokens: list[int], salt: str = "") -> int:
-        """Return the number of a prompt's first blocks that are known."""
+    def chain(self, tokens: list[int], salt: str = "") -> list[int]:
+        """Return a prompt's first blocks that group 0 has."""
         known = {(parent, tokens, salt): block for block, (parent, tokens, _, salt) in self.blocks.items()}
-        parent, count = None, 0
-        while (block := known.get((parent, tuple(tokens[count * BLOCK : (count + 1) * BLOCK]), salt))) is not None:
-            parent, count, salt = block, count + 1, ""
-        return count
+        chain: list[int] = []
+        while (block := known.get((chain[-1] if chain else None, tuple(tokens[:BLOCK]), salt))) is not None:
+            chain.append(block)
+            tokens, salt = tokens[BLOCK:], ""
+        return chain
+
+    def matched(self, tokens: list[int], salt: str = "") -> int:
+        """Count the blocks that a prompt finds: all in group 0, and the last ones in each window group."""
+        chain, seen = self.chain(tokens, salt), -(-((self.window or 1) - 1) // BLOCK)
+        for count in range(len(chain), 0, -1):
+            if all(known.issuperset(chain[max(0, count - seen) : count]) for known in self.of_groups.values()):
+                return count
+        return 0
 
 
 def payload_of(view: PrefixView, changes: list[_core.BlockChange]) -> bytes:
     return msgspec.msgpack.encode([0.0, view.events(changes), 0])
 
 
-def test_the_view_is_the_prefix_cache() -> None:
+@pytest.mark.parametrize(("window_groups", "window"), [(0, None), (1, 1), (2, 16), (2, 20)])
+def test_the_view_is_the_prefix_cache(window_groups: int, window: int | None) -> None:
     """Prompts that share beginnings come and go in a small pool: what the router finds is what the engine finds."""
     rng = random.Random(3)
-    blocks = _core.BlockManager(24, BLOCK, True, num_events=4096)
-    view, router = PrefixView(), Router()
+    blocks = _core.BlockManager(24 + 20 * window_groups, BLOCK, True, num_events=4096, window_groups=window_groups)
+    view, router = PrefixView(window or 0), Router(window_groups, window)
+    saw: Counter[str] = Counter()
     prompts = [([rng.randrange(3) for _ in range(BLOCK)], salt) for salt in (0, 0, 7) for _ in range(3)]
     known: list[tuple[list[int], int]] = []
     for turn in range(300):
@@ -120,20 +149,70 @@ def test_the_view_is_the_prefix_cache() -> None:
         held = blocks.match_prefix(tokens, salt)
         for block in held:
             blocks.retain(block)
+        windows: list[int] = []
         chain = _core.BlockManager.root_chain(salt)
         for start in range(0, len(tokens) - BLOCK + 1, BLOCK):
             if start // BLOCK == len(held):
                 held.append(blocks.allocate())
             chain = blocks.publish(held[start // BLOCK], chain, tokens[start : start + BLOCK])
+            entry = blocks.match_prefix(tokens[: start + BLOCK], salt)[-1]
+            for group in range(window_groups):
+                if rng.random() < 0.9:
+                    windows.append(blocks.allocate())
+                    blocks.accompany(entry, group, windows[-1])
         known = [*known, (tokens, salt)][-40:]
-        for block in rng.choice((held, held[::-1])):  # the wrong way round, beginnings are evicted first
+        for block in rng.choice((windows + held, held[::-1] + windows)):  # the wrong way round, beginnings go first
             blocks.release(block)
         if turn % 7 == 0:
             router.take(payload_of(view, blocks.changes(4096)))
             assert len(view) == len(router.blocks)
             for tokens, salt in known:
                 found = router.matched(tokens, f"{salt:016x}" if salt else "")
-                assert found == len(blocks.match_prefix(tokens, salt)), (turn, tokens, salt)
+                chain_found = blocks.match_prefix(tokens, salt)
+                expected = blocks.match_windows(chain_found, window) if window else len(chain_found)
+                assert found == expected, (turn, tokens, salt)
+                saw["found"] += found > 0
+                saw["shorter"] += found < len(chain_found)
+    assert saw["found"] > 100
+    assert (saw["shorter"] > 20) == (window is not None and window > 1)
+
+
+def test_a_block_that_is_known_under_another_chain_keeps_its_windows() -> None:
+    """A fork publishes the beginning anew that was evicted, and behind it a block that a sequence still holds."""
+    blocks = _core.BlockManager(4, BLOCK, True, num_events=64, window_groups=1)
+    view, router = PrefixView(16), Router(1, 16)
+    root, first, second = _core.BlockManager.root_chain(0), [1] * BLOCK, [2] * BLOCK
+    begin, held, window = (blocks.allocate() for _ in range(3))
+    blocks.publish(held, blocks.publish(begin, root, first), second)
+    blocks.accompany(held, 0, window)
+    blocks.release(begin)
+    taken = [blocks.allocate(), blocks.allocate()]
+    router.take(payload_of(view, blocks.changes(64)))
+    assert not router.blocks
+    blocks.publish(held, blocks.publish(taken[0], root, first), second)
+    router.take(payload_of(view, blocks.changes(64)))
+    assert router.matched(first + second) == blocks.match_windows(blocks.match_prefix(first + second, 0), 16) == 2
+
+
+def test_events_of_one_group_are_written_as_before() -> None:
+    """The bytes of a salted chain of two blocks, and of its removal."""
+    blocks = _core.BlockManager(2, BLOCK, True, num_events=64)
+    view, held = PrefixView(), [blocks.allocate(), blocks.allocate()]
+    chain = _core.BlockManager.root_chain(7)
+    for token, block in enumerate(held, 5):
+        chain = blocks.publish(block, chain, [token] * BLOCK)
+    stored = payload_of(view, blocks.changes(64))
+    names = msgspec.msgpack.decode(stored)[1][0]["block_hashes"]
+    event = {"type": "BlockStored", "block_hashes": names, "parent_block_hash": None}
+    event |= {"token_ids": [5] * BLOCK + [6] * BLOCK, "block_size": BLOCK, "lora_id": None, "medium": "GPU"}
+    event |= {"lora_name": None, "extra_keys": [[f"{7:016x}"], None], "group_idx": 0}
+    event |= {"kv_cache_spec_kind": "full_attention"}
+    assert stored == msgspec.msgpack.encode([0.0, [event], 0])
+    for block in held:
+        blocks.release(block)
+    blocks.allocate()
+    removal = {"type": "BlockRemoved", "block_hashes": names, "medium": "GPU", "group_idx": 0}
+    assert payload_of(view, blocks.changes(64)) == msgspec.msgpack.encode([0.0, [removal], 0])
 
 
 def test_lost_changes_clear_the_view() -> None:
@@ -184,6 +263,36 @@ async def test_blocks_that_go_to_the_host_change_their_medium() -> None:
         assert output.usage.cached_tokens == BLOCK * min(found[0], 9)
         router.take(payload_of(view, engine.block_changes(1000)[0]))
         assert len(router.blocks) == len(view)
+
+
+@pytest.mark.parametrize("window_groups", [True, False])
+async def test_a_router_knows_the_prefix_of_a_model_with_windows(tmp_path: Any, window_groups: bool) -> None:
+    """Prompts of Gemma 3 evict one another's blocks. What the router finds is what each prompt finds."""
+    rng = random.Random(11)
+    tiny.build_model("gemma3", max_position_embeddings=512).save_pretrained(tmp_path)
+    placeholder_tokenizer(tiny.VOCAB_SIZE).backend.save(str(tmp_path / "tokenizer.json"))
+    params = SamplingParams(max_tokens=2, temperature=0, ignore_eos=True)
+    begins = [[rng.randrange(tiny.VOCAB_SIZE) for _ in range(120)] for _ in range(2)]
+    found: Counter[str] = Counter()
+    async with AsyncEngine.from_pretrained(
+        str(tmp_path), device="cpu", cpu_threads=1, dtype="float32", progress=False, max_model_len=200,
+        num_kv_blocks=14, max_num_batched_tokens=24, max_num_seqs=2, kv_events=True, window_groups=window_groups,
+    ) as engine:  # fmt: skip
+        info = engine.model_info
+        assert (info.window_groups > 0) == window_groups
+        view, router = PrefixView(info.group_window), Router(info.window_groups, info.group_window or None)
+        for _ in range(50):
+            prompt = rng.choice(begins)[: rng.randint(1, 120)]
+            prompt = prompt + [rng.randrange(tiny.VOCAB_SIZE) for _ in range(rng.randint(1, 60))]
+            whole = prompt[: (len(prompt) - 1) // BLOCK * BLOCK]
+            expected, in_group_0 = router.matched(whole), len(router.chain(whole))
+            output = await engine.generate(prompt, params)
+            assert output.usage.cached_tokens == BLOCK * expected
+            router.take(payload_of(view, engine.block_changes(4096)[0]))
+            found["some"] += expected > 0
+            found["less"] += expected < in_group_0
+    assert found["some"] > 10
+    assert (found["less"] > 0) == window_groups
 
 
 async def received(subscriber: Any, router: Router, until: Any) -> list[int]:
