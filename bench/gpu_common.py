@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from asyncengine import AsyncEngine, SamplingParams
-from asyncengine.kernels.ops import JointSpec, KVSpec, LatentSpec, PagedSpec, StateSpec, is_gated
+from asyncengine.kernels.ops import JointSpec, KVSpec, LatentSpec, PagedSpec, SharedSpec, StateSpec, is_gated
 from asyncengine.models.config import ModelConfig, RawConfig
 from asyncengine.models.mixer_shapes import Delta
 from asyncengine.models.registry import find_family
@@ -119,6 +119,27 @@ def routed_parameters(c: ModelConfig, rows: int) -> float:
     return (3 if is_gated(c.activation) else 2) * c.hidden_size * mixture.intermediate_size * hit
 
 
+def attention_parameters(c: ModelConfig, index: int) -> int:
+    """Count the parameters of the matrices of a layer's attention. A layer that shares keys and values has none for
+    them, and keys that are values too have one matrix."""
+    spec = c.kv_spec(index)
+    if spec is None:
+        size = {name: columns * inner for name, (columns, inner) in projections(c).items()}
+        latent = c.latent
+        of_latents = 0 if latent is None else c.num_heads * (latent.key_dim + latent.value_dim) * latent.rank
+        return size["qkv"] + size.get("queries", 0) + size["o"] + of_latents
+    width = c.num_heads * spec.head_dim
+    planes = 1 if c.keys_are_values and not spec.window else 2
+    own = 0 if isinstance(c.layer_caches[index], SharedSpec) else planes * spec.width
+    return c.hidden_size * ((3 if c.gated_queries else 2) * width + own)
+
+
+def input_parameters(c: ModelConfig) -> int:
+    """Count the parameters of the matrices for the layers' own embeddings, all layers together; no step reads more
+    than a few rows of the embeddings themselves."""
+    return 3 * c.num_layers * c.layer_inputs.size * c.hidden_size if c.layer_inputs is not None else 0
+
+
 def layer_parameters(c: ModelConfig, rows: int = 1) -> int:
     """Count the parameters of the matrices of all layers, without embedding and head; of experts those that so many
     rows hit, if they are routed evenly."""
@@ -129,17 +150,15 @@ def layer_parameters(c: ModelConfig, rows: int = 1) -> int:
     if mixture is not None:
         shared = (3 if is_gated(c.activation) else 2) * mixture.shared_size + mixture.gated_share
         experts = routed_parameters(c, rows) + c.hidden_size * (mixture.num_experts + shared)
-    attention = size["qkv"] + size.get("queries", 0) + size["o"]
-    if c.latent is not None:
-        attention += c.num_heads * (c.latent.key_dim + c.latent.value_dim) * c.latent.rank
-    total = 0.0
+    total = float(input_parameters(c))
     for index, spec in enumerate(c.layer_caches):
-        total += 0 if isinstance(spec, StateSpec) else attention
+        total += 0 if isinstance(spec, StateSpec) else attention_parameters(c, index)
         total += mixer_parameters(c) if isinstance(spec, StateSpec | JointSpec) else 0
         if c.blocks:
             total += c.blocks[index].count("mlp") * dense + c.blocks[index].count("moe") * experts
         else:
-            total += experts if mixture is not None and mixture.layers[index] else dense
+            wide = c.wide_sharing_mlp and index >= c.first_sharing_layer
+            total += experts if mixture is not None and mixture.layers[index] else dense * (2 if wide else 1)
     return round(total)
 
 
@@ -195,9 +214,12 @@ def pairs(query: int, context: int, window: int = 0) -> int:
 def prefill_flops(c: ModelConfig, query: int, context: int) -> float:
     """Count the operations of a chunk of ``query`` tokens after ``context`` others, with one row of logits."""
     matrices = 2 * (query * layer_parameters(c) + c.vocab_size * c.hidden_size)
-    seen = sum(pairs(query, context, _window(spec)) for spec in _seen_layers(c))
-    dim = c.head_dim if c.latent is None else c.latent.rank + c.latent.rope_dim / 2
-    return matrices + 4 * c.num_heads * dim * seen
+    of_latents = 0 if c.latent is None else c.latent.rank + c.latent.rope_dim / 2
+    seen = sum(
+        pairs(query, context, _window(spec)) * (spec.head_dim if isinstance(spec, KVSpec) else of_latents)
+        for spec in _seen_layers(c)
+    )
+    return matrices + 4 * c.num_heads * seen
 
 
 # ---- engines ----

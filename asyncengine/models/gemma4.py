@@ -61,7 +61,8 @@ def read_config(raw: RawConfig) -> ModelConfig:
         if top_k > num_experts:
             raise raw.unsupported(f"top_k_experts = {top_k} of {num_experts} experts")
         inner = raw.integer("moe_intermediate_size")
-        mixture = Mixture(num_experts, top_k, inner, (True,) * num_layers, sums_to_one=True)
+        layers, dense = (True,) * num_layers, config.intermediate_size  # beside the experts of each layer
+        mixture = Mixture(num_experts, top_k, inner, layers, sums_to_one=True, shared_size=dense)
     inputs = None
     if raw.get("hidden_size_per_layer_input", int, 0):
         inputs = LayerInputs(raw.integer("hidden_size_per_layer_input"), raw.integer("vocab_size_per_layer_input"))

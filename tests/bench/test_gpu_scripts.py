@@ -341,6 +341,10 @@ def test_parameters_and_bytes() -> None:
     embeddings = 2 * mixture.vocab_size * mixture.hidden_size
     assert layer_parameters(mixture, rows=1000) + embeddings == pytest.approx(30.5e9, rel=0.005)
     assert layer_parameters(mixture) + embeddings == pytest.approx(3.35e9, rel=0.01)
+    gemma = read_model("gemma-4-26b-a4b")  # an MLP beside the experts, heads of two sizes, keys that are values
+    embeddings = gemma.vocab_size * gemma.hidden_size
+    assert layer_parameters(gemma, rows=1000) + embeddings == pytest.approx(25.2e9, rel=0.005)
+    assert layer_parameters(gemma) + embeddings == pytest.approx(3.8e9, rel=0.01)
     latent = read_model("glm-4.7-flash")
     embeddings = 2 * latent.vocab_size * latent.hidden_size
     assert layer_parameters(latent, rows=1000) + embeddings == pytest.approx(29.9e9, rel=0.01)

@@ -18,14 +18,17 @@ WITH_STATES = (
     "lfm2", "lfm2-moe", "mamba2", "bamba", "falcon-h1", "granite-hybrid", "nemotron-h", "nemotron-h-experts",
     "qwen3-next", "qwen3.5", "qwen3.5-moe",
 )  # fmt: skip
+GEMMA4 = ("gemma4", "gemma4-shared", "gemma4-experts")
 
 
-@pytest.mark.parametrize("variant", ["gemma3", "qwen3-moe", "qwen3-moe-window-biased", "glm", *WITH_STATES])
+@pytest.mark.parametrize("variant", ["gemma3", *GEMMA4, "qwen3-moe", "qwen3-moe-window-biased", "glm", *WITH_STATES])
 def test_bytes_of_a_step_are_those_of_the_matrices(tmp_path: Path, variant: str) -> None:
     model = tiny.build_model(variant)
     model.save_pretrained(tmp_path)
     matrices = sum(parameter.numel() for parameter in model.parameters() if parameter.ndim > 1)
     c = read_model(str(tmp_path))
+    if c.layer_inputs is not None:
+        matrices -= c.layer_inputs.vocab_size * c.layer_inputs.size * c.num_layers
     if model.get_output_embeddings().weight is not model.get_input_embeddings().weight:
         matrices -= c.vocab_size * c.hidden_size
     many = 1 << 20
@@ -35,10 +38,11 @@ def test_bytes_of_a_step_are_those_of_the_matrices(tmp_path: Path, variant: str)
     assert decode_bytes(c, 1, 0) == weight_bytes(c, rows=1) + 2 * memory.state_bytes(c)
 
 
+@pytest.mark.parametrize("variant", ["qwen3-moe", "gemma4-experts"])
 def test_the_table_of_a_small_mixture(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], variant: str
 ) -> None:
-    tiny.build_model("qwen3-moe", max_position_embeddings=256).save_pretrained(tmp_path)
+    tiny.build_model(variant, max_position_embeddings=256).save_pretrained(tmp_path)
     record = tmp_path / "models.json"
     arguments = ["--device", "cpu", "--batches", "1,2", "--tokens", "2,4", "--repeats", "1", "--json", str(record)]
     monkeypatch.setattr(sys, "argv", ["models.py", "--model", str(tmp_path), *arguments])
