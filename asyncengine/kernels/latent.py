@@ -6,6 +6,9 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+EXPANDED_BYTES = 256 << 20
+"""Memory of a GPU for keys and values that are made of the latents of contexts, a part of them at a time, at most."""
+
 
 class LatentLayer(NamedTuple):
     """Attention of one layer over latents (DeepSeek-AI 2024), beside its cache.

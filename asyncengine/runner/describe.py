@@ -12,6 +12,7 @@ from asyncengine._core import CpuKernels
 from asyncengine.config import EngineConfig
 from asyncengine.errors import ConfigError, ModelError
 from asyncengine.kernels.cpu.reference import ReferenceOps
+from asyncengine.kernels.latent import EXPANDED_BYTES
 from asyncengine.kernels.weight import BLOCKS, DENSE, FLOAT8, FLOAT8_GROUPS, GROUPED, INT4
 from asyncengine.machine import available_memory
 from asyncengine.models.config import ModelConfig, RawConfig
@@ -270,15 +271,15 @@ def _kv_room(config: EngineConfig, model: ModelConfig, dtype: torch.dtype, devic
         return config.kv_cache_memory_bytes // (config.tensor_parallel_size if device == "cuda" else 1)
     if device == "cpu":
         return memory.share_of_host(total - beside)
-    of_step = 2 * sum(_step_bytes(config, model, dtype))
+    of_step = 2 * sum(_step_bytes(config, model, dtype)) + (EXPANDED_BYTES if model.latent is not None else 0)
     return max(0, int(total * config.gpu_memory_utilization) - beside - of_step - _FIXED_GPU_BYTES)
 
 
 def _step_bytes(config: EngineConfig, model: ModelConfig, dtype: torch.dtype) -> Iterator[int]:
     """About what the largest step takes: activations of its tokens, and its logits."""
     heads = (model.num_heads + 2 * model.num_kv_heads) * model.head_dim
-    if (latent := model.latent) is not None:  # queries in both forms, results likewise, keys and values
-        heads = model.num_heads * (2 * (latent.rank + latent.value_dim) + latent.query_dim + latent.key_dim)
+    if (latent := model.latent) is not None:  # queries in both forms, results likewise, sums, keys and values
+        heads = model.num_heads * (2 * (latent.rank + 2 * latent.value_dim) + latent.query_dim + latent.key_dim)
     widest = max(3 * model.intermediate_size, 2 * heads)
     yield config.max_num_batched_tokens * (3 * model.hidden_size + widest) * dtype.itemsize
     yield config.max_num_seqs * model.vocab_size * 4

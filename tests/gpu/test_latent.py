@@ -12,6 +12,7 @@ from torch import Tensor
 
 from asyncengine import AsyncEngine, SamplingParams
 from asyncengine.kernels.cuda.attention import expanded
+from asyncengine.kernels.cuda.attention.context import ContextPlan
 from asyncengine.kernels.cuda.attention.latent import LatentPlan, choose_plan, latent_attention
 from asyncengine.kernels.cuda.attention.latent_run import LatentPlans, attend, by_head, choose_plans
 from asyncengine.kernels.cuda.step.tensors import allocate_step
@@ -143,16 +144,23 @@ def test_attention_of_real_shapes(name: str, heads: int) -> None:
 
 
 @pytest.mark.parametrize("float8", [False, pytest.param(True, marks=needs_float8)], ids=["", "float8"])
+@pytest.mark.parametrize("parts", [1, 3])
 @pytest.mark.parametrize(("heads", "key_dim", "value_dim"), [(16, 128, 128), (20, 192, 256), (128, 128, 128)])
 @torch.inference_mode()
-def test_expanded_prompts_of_real_shapes(heads: int, key_dim: int, value_dim: int, float8: bool) -> None:
-    """Chunks that begin their text, of one token and of several tiles, beside a later chunk and rows of one token."""
-    rows = Rows(heads, [(500, 1), (900, 1), (0, 1), (128, 200), (0, 33), (0, 700)], float8=float8)
+def test_expanded_prompts_of_real_shapes(heads: int, key_dim: int, value_dim: int, parts: int, float8: bool) -> None:
+    """Chunks that begin their text, of one token and of several tiles, beside later chunks, of which one has less
+    tokens than expanding takes for some heads, and rows of one token."""
+    rows = Rows(heads, [(500, 1), (900, 1), (0, 1), (128, 200), (0, 33), (0, 700), (300, 450)], float8=float8)
     up = rows.random(heads, key_dim + value_dim, RANK, dtype=torch.bfloat16) / 16
     layer = rows.layer._replace(up=up)
     gpu, q = examine(rows.device), rows.random(len(rows.q), heads, key_dim + ROPE, dtype=torch.bfloat16)
     plans = choose_plans(q, layer, rows.step, gpu, single_token_rows=False, float8=float8)
     assert plans.expanded is not None
+    assert plans.expanded.context is not None
+    assert plans.expanded.context.least <= 450
+    if parts > 1:  # of less tokens than the contexts have
+        small = plans.expanded.context._replace(tokens=256, parts=parts)
+        plans = plans._replace(expanded=plans.expanded._replace(context=small))
     made, new = [], rows.new.clone()
     for own in (plans, LatentPlans(plans.absorbed, None)):
         rows.new.copy_(new)
@@ -163,7 +171,7 @@ def test_expanded_prompts_of_real_shapes(heads: int, key_dim: int, value_dim: in
     rows.q, rows.q_rope = torch.einsum("thk,hkr->thr", q[..., :key_dim].float(), keys), q[..., key_dim:]
     expected = torch.einsum("thr,hvr->thv", rows.by_torch(), values).flatten(1)
     for name, got in zip(("expanded", "absorbed"), made, strict=True):
-        for begin, end in ((0, 2), (2, 3), (3, 203), (203, 236), (236, 936)):
+        for begin, end in ((0, 2), (2, 3), (3, 203), (203, 236), (236, 936), (936, 1386)):
             part = expected[begin:end]
             error = float((got[begin:end] - part).norm() / part.norm())
             assert error < 0.02, (name, str(plans.expanded), begin, end, error)
@@ -233,6 +241,7 @@ def test_tokens_in_float32_are_those_of_the_cpu(checkpoint: Path, eager: bool) -
 
 def test_tokens_of_expanded_prompts_are_those_of_the_cpu(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(expanded, "LEAST_TOKENS", 8)
+    monkeypatch.setattr(expanded, "choose_context", lambda *_: ContextPlan(3, 16, 6, 16, 4, 1))
     expected, got = (asyncio.run(generate(checkpoint, device=device, dtype="float32")) for device in ("cpu", "cuda"))
     assert [one.token_ids for one in got] == [one.token_ids for one in expected]
 

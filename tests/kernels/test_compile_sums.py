@@ -88,10 +88,13 @@ import sys
 from tests.kernels.compile_for import install, spills
 compiled = install()
 import torch
+from asyncengine.kernels.cuda.attention.context import find_expanded_rows
 from asyncengine.kernels.cuda.attention.expanded import choose_expanded, expanded_attention
 from asyncengine.kernels.cuda.gpu import H200
 from asyncengine.kernels.cuda.step.tensors import allocate_step
+from asyncengine.kernels.float8 import FLOAT8
 from asyncengine.kernels.latent import LatentLayer
+from asyncengine.kernels.ops import LayerLatentCache
 
 torch.mm = lambda a, b: a.new_empty(len(a), b.shape[1])  # nothing is to be computed
 def random(*shape): return torch.zeros(shape, dtype=torch.bfloat16)
@@ -99,8 +102,14 @@ def random(*shape): return torch.zeros(shape, dtype=torch.bfloat16)
 for heads, key, value in [map(int, sys.argv[1:])]:
     layer = LatentLayer(heads, 512, 64, random(512), 1e-6, torch.zeros(8, 64), 0.1, random(heads, key + value, 512))
     step, q, rows = allocate_step(4, 8, 4, 512, torch.device("cpu")), random(512, heads, key + 64), random(512, 1344)
-    plan = choose_expanded(512, key, layer, value, torch.bfloat16, H200)
-    expanded_attention(q, rows[:, 768:], layer, step, random(512, heads, value), plan, pdl=True)
+    cache, scales = LayerLatentCache(random(1, 16, 576)), torch.ones(2, 2, 1)
+    for tokens in (1024, 2048):  # contexts of one part, and of several
+        plan = choose_expanded(tokens, key, layer, value, torch.bfloat16, H200)
+        float8 = LayerLatentCache(cache.latents.to(FLOAT8), scales)
+        for context, own in ((None, cache), (plan.context, cache), (plan.context, float8)):
+            found = find_expanded_rows(step, context, pdl=True)
+            out, plan = random(512, heads, value), plan._replace(context=context)
+            expanded_attention(q, rows[:, 768:], layer, own, step, found, out, plan, pdl=True)
 for name, kernel in compiled.items():
     words = [word for word in ("wgmma", "mma.sync", "griddepcontrol.wait") if word in kernel.asm["ptx"]]
     print(":".join([name.split()[0], *words, *spills(kernel)]))
@@ -111,4 +120,8 @@ for name, kernel in compiled.items():
 @pytest.mark.parametrize("heads", [(20, 192, 256), (16, 128, 128), (128, 128, 128)], ids=str)
 def test_attention_over_keys_made_of_latents_compiles(tmp_path, heads):
     """The heads of GLM-4.7-Flash, DeepSeek-V2-Lite and DeepSeek-V3, by Hopper's products; registers suffice."""
-    assert run(tmp_path, "-c", EXPANDED, *map(str, heads)) == ["_expanded_kernel:wgmma:griddepcontrol.wait"]
+    wait = "griddepcontrol.wait"
+    assert set(run(tmp_path, "-c", EXPANDED, *map(str, heads))) == {
+        f"_expanded_kernel:wgmma:{wait}", f"_context_kernel:wgmma:{wait}", f"_expanded_rows_kernel:{wait}",
+        f"_merge_kernel:{wait}",
+    }  # fmt: skip

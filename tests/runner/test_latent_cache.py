@@ -12,6 +12,7 @@ import torch
 from asyncengine import AsyncEngine, EngineConfig, SamplingParams, testing
 from asyncengine.kernels.cpu.ops import CpuOps
 from asyncengine.kernels.cuda.attention import expanded
+from asyncengine.kernels.cuda.attention.context import ContextPlan
 from asyncengine.kernels.cuda.ops import CudaOps
 from asyncengine.runner.describe import describe_model
 from asyncengine.runner.start.calibration import calibrate_device
@@ -108,6 +109,19 @@ def test_prompts_that_are_expanded_have_the_tokens_of_the_cpu(
     """Chunks that begin their text beside later ones and decodes, and over a prefix hit."""
     monkeypatch.setattr(expanded, "LEAST_TOKENS", 8)
     config = {"kv_cache_dtype": kind, "rounds": 2}
+    assert outputs(make_engine, checkpoint, **config)[0] == outputs(on_cpu, checkpoint, **config)[0]
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("least", [1, 3])
+@pytest.mark.parametrize("kind", ["fp8", "auto"])
+def test_contexts_that_are_expanded_have_the_tokens_of_the_cpu(
+    checkpoint: Path, kind: str, least: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Small chunks of a prompt one after another, over contexts of several parts and over a prefix hit."""
+    monkeypatch.setattr(expanded, "LEAST_TOKENS", 4)
+    monkeypatch.setattr(expanded, "choose_context", lambda *_: ContextPlan(least, 16, 6, 16, 4, 1))
+    config = {"kv_cache_dtype": kind, "rounds": 2, "prefill_chunk_size": 5}
     assert outputs(make_engine, checkpoint, **config)[0] == outputs(on_cpu, checkpoint, **config)[0]
 
 

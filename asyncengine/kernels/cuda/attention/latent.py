@@ -161,14 +161,6 @@ def _latent_store_kernel(
     tl.store(query + HALF, (high * cosine[None, :] + low * sine[None, :]).to(dtype), mask=inside)
 
 
-@triton.jit
-def _is_of_first_chunk(token_slot, token, position, slot, there):
-    """Say if a token's chunk begins its text: then so many tokens before it in the step as in the text is one of its
-    row, and otherwise one of another row."""
-    begin = token - position
-    return tl.load(token_slot + begin, mask=there & (begin >= 0), other=-1) == slot
-
-
 @kernel
 def _latent_kernel(
     q,
@@ -177,6 +169,7 @@ def _latent_kernel(
     kv_scales,
     token_slot,
     positions,
+    left_out,
     block_tables,
     out,
     sums,
@@ -200,11 +193,9 @@ def _latent_kernel(
     ROPE_TILE: tl.constexpr,
     PIECES: tl.constexpr,
     STAGES: tl.constexpr,
-    LATER_ALONE: tl.constexpr,
     WIDEN: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """With LATER_ALONE tokens of chunks that begin their text are left out."""
     wait(PDL)
     first_token = tl.program_id(0) * TOKENS
     piece = tl.program_id(2)
@@ -215,8 +206,8 @@ def _latent_kernel(
     slot = tl.load(token_slot + token, mask=real, other=-1)
     position = tl.load(positions + token, mask=real, other=0)
     real = real & (slot >= 0)
-    if LATER_ALONE:
-        real = real & ~_is_of_first_chunk(token_slot, token, position, slot, real)
+    if left_out is not None:
+        real = real & (tl.load(left_out + token, mask=real, other=0) < 0)
     column, place = tl.arange(0, RANK_TILE), tl.arange(0, ROPE_TILE)
     at = q + token[:, None] * q_token_stride + head[:, None] * q_head_stride + column[None, :]
     query = tl.load(at, mask=real[:, None] & (column < RANK)[None, :], other=0.0)
@@ -301,23 +292,21 @@ def _latent_sum_kernel(
     sums,
     stats,
     token_slot,
-    positions,
+    left_out,
     out,
     HEADS: tl.constexpr,
     RANK: tl.constexpr,
     RANK_TILE: tl.constexpr,
     PIECES: tl.constexpr,
-    LATER_ALONE: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """A program adds up the pieces of a head of a token."""
     wait(PDL)
     one = tl.program_id(0).to(tl.int64)
     token = one // HEADS
-    slot = tl.load(token_slot + token)
-    there = slot >= 0
-    if LATER_ALONE:
-        there = there & ~_is_of_first_chunk(token_slot, token, tl.load(positions + token), slot, there)
+    there = tl.load(token_slot + token) >= 0
+    if left_out is not None:
+        there = there & (tl.load(left_out + token) < 0)
     column = tl.arange(0, RANK_TILE)
     inside = (column < RANK) & there
     piece = one * PIECES + tl.arange(0, PIECES)
@@ -331,14 +320,14 @@ def _latent_sum_kernel(
 
 def latent_attention(
     q: Tensor, q_rope: Tensor, rows: Tensor, layer: LatentLayer, cache: LayerLatentCache, step: DeviceStep,
-    plan: LatentPlan, *, later_alone: bool = False, pdl: bool = False,
+    plan: LatentPlan, *, left_out: Tensor | None = None, pdl: bool = False,
 ) -> Tensor:  # fmt: skip
     """Store the step's latents, and attend with absorbed queries: [tokens, heads, rank].
 
     q [tokens, heads, rank] are the absorbed parts of queries, q_rope [tokens, heads, rope] those that are rotated, here
     and in place, and rows [tokens, width] the latents before their norm and the keys. All may be strided, but for their
-    last axis. Tokens of no row are left as they are. With ``later_alone`` so are those of chunks that begin their text,
-    and rows become what is stored. Raises ValueError for tensors that do not fit.
+    last axis. Tokens of no row are left as they are. With ``left_out``, int32 [tokens], so are those where it is
+    not negative, and rows become what is stored. Raises ValueError for tensors that do not fit.
     """
     tokens, heads, latents = step.num_tokens, layer.num_heads, cache.latents
     check_dtype(q, "q")
@@ -356,7 +345,7 @@ def latent_attention(
         q_rope, rows, layer.norm_weight, layer.norm_eps, layer.cos_sin, step.positions, step.slot_mapping, latents,
         cache.scales, q_rope.stride(0), q_rope.stride(1), rows.stride(0), HEADS=heads, RANK=layer.rank,
         HALF=layer.rope // 2, HEAD_TILE=triton.next_power_of_2(heads), RANK_TILE=rank_tile,
-        HALF_TILE=triton.next_power_of_2(layer.rope // 2), WRITE_BACK=later_alone, num_warps=4, **options,
+        HALF_TILE=triton.next_power_of_2(layer.rope // 2), WRITE_BACK=left_out is not None, num_warps=4, **options,
     )  # fmt: skip
     out = empty_rows(tokens, heads * layer.rank, q.dtype, q.device).view(tokens, heads, layer.rank)
     sums, stats = out, out
@@ -366,16 +355,16 @@ def latent_attention(
     grid = triton.cdiv(tokens, plan.tokens), triton.cdiv(heads, plan.heads), plan.pieces
     tables = step.slots.block_tables
     _latent_kernel[grid](
-        q, q_rope, latents, cache.scales, step.token_slot, step.positions, tables, out, sums, stats,
+        q, q_rope, latents, cache.scales, step.token_slot, step.positions, left_out, tables, out, sums, stats,
         layer.scale * LOG2_E, tokens, q.stride(0), q.stride(1), q_rope.stride(0), q_rope.stride(1), tables.stride(0),
         HEADS=heads, RANK=layer.rank, ROPE=layer.rope, BLOCK_SIZE=latents.shape[1], TOKENS=plan.tokens,
         GROUP=plan.heads, M=plan.tokens * plan.heads, N=plan.keys, RANK_TILE=rank_tile,
         ROPE_TILE=max(16, triton.next_power_of_2(layer.rope)), PIECES=plan.pieces, STAGES=plan.stages,
-        LATER_ALONE=later_alone, WIDEN=must_widen(q.dtype), num_warps=plan.warps, num_stages=plan.stages, **options,
+        WIDEN=must_widen(q.dtype), num_warps=plan.warps, num_stages=plan.stages, **options,
     )  # fmt: skip
     if plan.pieces > 1:
         _latent_sum_kernel[(tokens * heads,)](
-            sums, stats, step.token_slot, step.positions, out, HEADS=heads, RANK=layer.rank, RANK_TILE=rank_tile,
-            PIECES=plan.pieces, LATER_ALONE=later_alone, num_warps=4, **options,
+            sums, stats, step.token_slot, left_out, out, HEADS=heads, RANK=layer.rank, RANK_TILE=rank_tile,
+            PIECES=plan.pieces, num_warps=4, **options,
         )  # fmt: skip
     return out

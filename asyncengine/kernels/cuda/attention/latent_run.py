@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from asyncengine.kernels.cuda.attention.context import find_expanded_rows
 from asyncengine.kernels.cuda.attention.expanded import ExpandedPlan, choose_expanded, expanded_attention
 from asyncengine.kernels.cuda.attention.latent import LatentPlan, choose_plan, latent_attention
 from asyncengine.kernels.cuda.gpu import Gpu
@@ -21,7 +22,7 @@ class LatentPlans(NamedTuple):
 
     absorbed: LatentPlan
     expanded: ExpandedPlan | None
-    """plan for chunks that begin their text; None: they take the absorbed form"""
+    """plan for chunks of prompts; None: they take the absorbed form"""
 
 
 def choose_plans(
@@ -49,11 +50,13 @@ def attend(
     *, pdl: bool = False,
 ) -> Tensor:  # fmt: skip
     """``Ops.latent_attention``. Raises ValueError for tensors that do not fit."""
-    key_dim, expands = q.shape[2] - layer.rope, plans.expanded is not None
+    key_dim, expanded = q.shape[2] - layer.rope, plans.expanded
+    found = None if expanded is None else find_expanded_rows(step, expanded.context, pdl=pdl)
     absorbed = by_head(q[..., :key_dim], layer.up[:, :key_dim].transpose(1, 2))
     q_rope = q[..., key_dim:]
-    x = latent_attention(absorbed, q_rope, rows, layer, cache, step, plans.absorbed, later_alone=expands, pdl=pdl)
+    left_out = None if found is None else found.token_rows
+    x = latent_attention(absorbed, q_rope, rows, layer, cache, step, plans.absorbed, left_out=left_out, pdl=pdl)
     out = by_head(x, layer.up[:, key_dim:])
-    if plans.expanded is not None:
-        expanded_attention(q, rows, layer, step, out, plans.expanded, pdl=pdl)
+    if expanded is not None and found is not None:
+        expanded_attention(q, rows, layer, cache, step, found, out, expanded, pdl=pdl)
     return out.flatten(1)
