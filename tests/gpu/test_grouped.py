@@ -15,8 +15,8 @@ from asyncengine.kernels.cuda.linear.candidates import candidates
 from asyncengine.kernels.cuda.linear.coded import coded_linear
 from asyncengine.kernels.cuda.linear.direct import direct_linear, direct_sum
 from asyncengine.kernels.cuda.linear.formats.grouped import Grouped
-from asyncengine.kernels.cuda.linear.formats.registry import FORMATS
-from asyncengine.kernels.cuda.linear.grouped import MAX_ROWS, TILE_COLUMNS, GroupedMatrix, multiply, unpack
+from asyncengine.kernels.cuda.linear.formats.registry import format_of
+from asyncengine.kernels.cuda.linear.grouped import TILE_COLUMNS, GroupedMatrix, multiply, unpack
 from asyncengine.kernels.cuda.linear.plan import Plan, Site
 from asyncengine.kernels.cuda.linear.residual import Residual
 from asyncengine.kernels.cuda.ops import CudaBatch, CudaOps, CudaOptions
@@ -64,12 +64,16 @@ def product(
 ) -> torch.Tensor:
     """The product by the kernel of direct.py or coded.py if one takes the weight and so many rows, else by
     ``multiply``."""
-    if not weight.scales_sums or len(x) > MAX_ROWS:
-        return multiply(x, weight, None, torch.bfloat16)
     rows, inner = weight.shape
-    columns = rows // 2 if activation == "silu_mul" else rows
-    site = Site(columns, inner, len(x), "none", activation, False, to is not None, weight.form)
-    plan = FORMATS[weight.form].pattern(site, H200)
+    columns, form = rows // 2 if activation == "silu_mul" else rows, format_of(weight)
+    site = Site(columns, inner, len(x), "none", activation, False, to is not None, form.kind(x.dtype))
+    if form.takes_library_alone(site):
+        made = multiply(x, weight, None, x.dtype)
+        if activation is not None:
+            gate, up = made.float().chunk(2, 1)
+            made = (F.silu(gate) * up).to(x.dtype)
+        return made if to is None else to + made
+    plan = form.pattern(site, H200)
     assert plan is not None
     out = torch.empty(len(x), columns, device="cuda", dtype=x.dtype) if to is None else to.clone()
     if plan.kind == "direct":
@@ -113,14 +117,17 @@ def test_weights_of_int8_that_fill_no_tiles(kind: str) -> None:
         assert_is_product(product(x, weight), x, matrix, kind, rows)
 
 
-@pytest.mark.parametrize("kind", ["int4", "int4 in half tiles", "int8", "int8 in groups"])
+OF_GGUF = ["int4 of GGUF", "int8 of GGUF", "six bits of GGUF"]
+
+
+@pytest.mark.parametrize("kind", ["int4", "int4 in half tiles", "int8", "int8 in groups", *OF_GGUF])
 def test_every_plan_for_few_rows(kind: str) -> None:
     """Weights fill neither the last program nor the last step."""
     weight = grouped(kind, 600, 1664)
     matrix = unpack(weight, torch.float32).double()
     for rows in (16,) if kind == "int8 in groups" else (3, 16, 32):
         x = torch.randn(rows, 1664, device="cuda", dtype=torch.bfloat16)
-        site = Site(600, 1664, rows, "none", None, False, False, weight.form)
+        site = Site(600, 1664, rows, "none", None, False, False, format_of(weight).kind(x.dtype))
         plans = [plan for plan in candidates(site, H200) if plan.kind == "direct"]
         assert len(plans) > 2
         for plan in plans:
@@ -162,7 +169,10 @@ def test_results_of_invariant_products_do_not_depend_on_the_rows(kind: str) -> N
         assert torch.equal(ops.linear(x[first:last], handle, batch), many[first:last]), (kind, first, last)
 
 
-@pytest.mark.parametrize("kinds", [("int4", "int4 with offsets"), ("int8", "int8 in groups"), ("int8", "int8")])
+@pytest.mark.parametrize(
+    "kinds",
+    [("int4", "int4 with offsets"), ("int8", "int8 in groups"), ("int8", "int8"), ("int8 of GGUF", "int8 of GGUF")],
+)
 def test_a_norm_between_two_products(kinds: tuple[str, str]) -> None:
     """One product adds to the residual and prepares the norm, the next one ends it."""
     first, second = grouped(kinds[0], 1024, 4096), grouped(kinds[1], 2048, 1024)
@@ -183,7 +193,7 @@ def test_a_norm_between_two_products(kinds: tuple[str, str]) -> None:
 
 
 @pytest.mark.parametrize(
-    "kind", ["int4", "int4 with offsets", "int4 in half tiles", "int8", "int8 in groups", "float8"]
+    "kind", ["int4", "int4 with offsets", "int4 in half tiles", "int8", "int8 in groups", "float8", *OF_GGUF]
 )
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_activations_and_sums_are_part_of_a_product(kind: str, dtype: torch.dtype) -> None:

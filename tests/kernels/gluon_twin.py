@@ -76,6 +76,14 @@ class Language:
         return self.full(shape, 0, dtype, layout)
 
     @staticmethod
+    def zeros_like(t: torch.Tensor) -> torch.Tensor:
+        return torch.zeros_like(t)
+
+    @staticmethod
+    def where(condition: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        return torch.where(condition.as_subclass(torch.Tensor), a, b)
+
+    @staticmethod
     def minimum(a: torch.Tensor, b: Any) -> torch.Tensor:
         return torch.minimum(a, torch.as_tensor(b))
 

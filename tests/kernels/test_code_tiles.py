@@ -16,13 +16,14 @@ from asyncengine.kernels.cuda.gpu import A100, H200
 from asyncengine.kernels.cuda.linear import direct
 from asyncengine.kernels.cuda.linear import ends as endings
 from asyncengine.kernels.cuda.linear.candidates import candidates
-from asyncengine.kernels.cuda.linear.choose import default_plan
+from asyncengine.kernels.cuda.linear.choose import choose, default_plan
 from asyncengine.kernels.cuda.linear.coded import coded_linear
 from asyncengine.kernels.cuda.linear.decode import bytes_of_word, nibbles_of_word
 from asyncengine.kernels.cuda.linear.formats.grouped import Grouped
 from asyncengine.kernels.cuda.linear.formats.registry import format_of
 from asyncengine.kernels.cuda.linear.grouped import TILE_COLUMNS, GroupedMatrix, in_tiles, multiply, unpack
 from asyncengine.kernels.cuda.linear.plan import Plan, Site
+from asyncengine.kernels.cuda.linear.tables import PlanTable
 from asyncengine.kernels.grouped import CODES, numbers, unpack_nibbles
 from asyncengine.kernels.grouped import unpack as unpack_packed
 from asyncengine.kernels.weight import INT4, INT8, PackedWeight
@@ -170,12 +171,14 @@ def test_weights_without_tiles_of_int8_keep_the_kernel_of_coded() -> None:
     assert not packed([random_grouped(INT8, 36, 256, 256)]).tiled
 
 
+@pytest.mark.parametrize("small", [False, True], ids=["", "small groups"])
 @pytest.mark.parametrize("form", [INT4, INT8])
 @pytest.mark.parametrize("rows", [1, 8, 16, 32])
 @pytest.mark.parametrize(("columns", "inner", "activation"), [(14336, 4096, "silu_mul"), (1024, 1024, None)])
-def test_plans_of_few_rows_fit(form: str, rows: int, columns: int, inner: int, activation: Any) -> None:
+def test_plans_of_few_rows_fit(form: str, rows: int, columns: int, inner: int, activation: Any, small: bool) -> None:
     """Steps are no longer than the weight, and tiles have the form's own size."""
-    site = Site(columns, inner, rows, "none", activation, False, False, form)
+    kind = f"{form} in small groups" if small else form
+    site = Site(columns, inner, rows, "none", activation, False, False, kind)
     found = [plan for plan in (default_plan(site, H200), *candidates(site, H200)) if plan.kind == "direct"]
     assert len(found) > 3
     for plan in found:
@@ -183,6 +186,27 @@ def test_plans_of_few_rows_fit(form: str, rows: int, columns: int, inner: int, a
         assert plan.rows >= rows
         assert plan.warps * plan.stages * plan.inner <= inner
         assert plan.fits(columns, inner, gated=activation is not None)
+
+
+def test_kinds_of_small_groups() -> None:
+    """The groups of GGUF's types have plans for few rows of 16 bits on Hopper, and the library for the rest."""
+    for form, group, kind in (
+        (INT8, 32, "int8 in small groups"), (INT8, 16, "int8 in small groups"), (INT8, 64, "int8 in small groups"),
+        (INT4, 32, "int4 in small groups"), (INT4, 16, "int4, rare"), (INT4, 64, "int4"), (INT8, 128, "int8"),
+    ):  # fmt: skip
+        found = format_of(packed([random_grouped(form, 40, 512, group)]))
+        assert found.kind(torch.bfloat16) == kind, (form, group)
+        if kind.endswith("small groups"):
+            assert found.kind(torch.float32) == f"{form}, rare"
+            assert format_of(found.make(torch.randn(16, 256))).kind(torch.bfloat16) == kind
+    assert format_of(packed([random_grouped(INT8, 36, 256, 32)])).kind(torch.bfloat16) == "int8, rare", "no tiles"
+    assert format_of(packed([random_grouped(INT4, 40, 512, 32, table=True)])).kind(torch.bfloat16) == "int4, rare"
+    site = Site(4096, 4096, 8, "none", None, False, False, "int8 in small groups")
+    assert choose(site, H200, PlanTable({})).plan.kind == "direct"
+    for rows, gpu in ((64, H200), (8, A100)):
+        other = site._replace(rows=rows)
+        assert choose(other, gpu, PlanTable({})).plan.kind == "cublas"
+        assert {plan.kind for plan in candidates(other, gpu)} == {"cublas"}
 
 
 def test_a_weight_to_try_kernels_with_is_tiled() -> None:
@@ -205,6 +229,11 @@ FEW_ROWS: dict[str, tuple[dict[str, Any], Plan, int, dict[str, Any]]] = {
         {"form": INT8, "group": 128, "offsets": True, "order": True}, Plan("direct", 16, 64, 2, 8, stages=4), 9, {},
     ),
     "int8 in groups": ({"form": INT8, "group": 128}, Plan("direct", 32, 64, 4, 16, stages=2), 5, {"add": True}),
+    "Q8_0": ({"form": INT8, "group": 32, "dtype": torch.float16}, Plan("direct", 16, 64, 4, 8, stages=2), 3, {}),
+    "Q4_0": ({"form": INT4, "group": 32, "dtype": torch.float16}, Plan("direct", 32, 128, 2, 8, ahead=1), 9, {}),
+    "Q4_K": ({"form": INT4, "group": 32, "offsets": True}, Plan("direct", 16, 128, 2, 8, stages=2), 2, {"add": True}),
+    "Q6_K": ({"form": INT8, "group": 16}, Plan("direct", 32, 64, 2, 16, ahead=1), 5, {"activation": "silu_mul"}),
+    "int8 in whole tiles": ({"form": INT8, "group": 64, "offsets": True}, Plan("direct", 16, 64, 2, 8), 1, {}),
 }  # fmt: skip
 
 
@@ -239,16 +268,27 @@ import torch
 from asyncengine.kernels.cuda.gpu import H200
 from asyncengine.kernels.cuda.linear.choose import default_plan
 from asyncengine.kernels.cuda.linear.direct import direct_linear
+from asyncengine.kernels.cuda.linear.formats.registry import format_of
 from asyncengine.kernels.cuda.linear.grouped import GroupedMatrix
 from asyncengine.kernels.cuda.linear.plan import Site
-from asyncengine.kernels.weight import INT8
+from asyncengine.kernels.weight import INT4, INT8
 
-for rows, columns, inner, group in (1, 28672, 4096, 4096), (16, 4096, 14336, 128), (32, 6144, 4096, 4096):
-    codes, scales = torch.empty(columns, inner, dtype=torch.int8), torch.empty(inner // group, columns)
-    weight = GroupedMatrix(INT8, codes, scales, None, None, None)
-    plan = default_plan(Site(columns, inner, rows, "none", None, False, True, INT8), H200)
+def check(weight, rows):
+    columns, inner = weight.shape
+    site = Site(columns, inner, rows, "none", None, False, True, format_of(weight).kind(torch.bfloat16))
+    plan = default_plan(site, H200)
     x, out = (torch.empty(rows, size, dtype=torch.bfloat16) for size in (inner, columns))
     direct_linear(x, weight, plan, out=out, add=True, pdl=True)
+
+for rows, columns, inner, group in (
+    (1, 28672, 4096, 4096), (16, 4096, 14336, 128), (32, 6144, 4096, 4096), (1, 28672, 4096, 32), (16, 4096, 14336, 16),
+    (32, 6144, 4096, 32),
+):
+    codes, scales = torch.empty(columns, inner, dtype=torch.int8), torch.empty(inner // group, columns)
+    check(GroupedMatrix(INT8, codes, scales, None, None, None), rows)
+for rows, columns, inner in (1, 28672, 4096), (16, 4096, 14336), (32, 6144, 4096):
+    codes, scales = torch.empty(columns, inner // 2, dtype=torch.uint8), torch.empty(inner // 32, columns)
+    check(GroupedMatrix(INT4, codes, scales, scales, None, None), rows)
 for kernel in compiled.values():
     first, *_, last = kernel.asm["ptx"].split("mma.sync")
     loop = kernel.asm["ptx"][len(first) : -len(last)]
@@ -257,6 +297,7 @@ for kernel in compiled.values():
 """
 
 
-def test_no_weight_of_int8_moves_between_threads(tmp_path: Path) -> None:
-    """Between the products of a step there are neither barriers nor shared memory, and registers suffice."""
-    assert run(tmp_path, "-c", PLANS) == ["direct_kernel"] * 3
+def test_no_weight_of_codes_moves_between_threads(tmp_path: Path) -> None:
+    """Between the products of a step there are neither barriers nor shared memory, and registers suffice, also for the
+    groups of GGUF's types."""
+    assert run(tmp_path, "-c", PLANS) == ["direct_kernel"] * 9

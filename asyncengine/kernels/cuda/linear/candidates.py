@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from asyncengine.kernels.cuda.gpu import Gpu
 from asyncengine.kernels.cuda.linear.choose import fallback
-from asyncengine.kernels.cuda.linear.formats.grouped import Grouped, takes_direct
+from asyncengine.kernels.cuda.linear.formats.grouped import DIRECT_TILES, Grouped, takes_direct
 from asyncengine.kernels.cuda.linear.formats.registry import format_of_kind, shared_bytes
 from asyncengine.kernels.cuda.linear.grouped import DIRECT_ROWS, TILE, TILE_COLUMNS
 from asyncengine.kernels.cuda.linear.plan import SKINNY_ROWS, Plan, Site, round_rows
@@ -16,11 +16,12 @@ from asyncengine.kernels.cuda.linear.plan import SKINNY_ROWS, Plan, Site, round_
 def candidates(site: Site, gpu: Gpu) -> Iterator[Plan]:
     """Plans worth measuring, ``fallback`` first; tma plans only where the card runs them."""
     yield fallback(site)
-    if isinstance(format_of_kind(site.weight), Grouped):
+    form = format_of_kind(site.weight)
+    if isinstance(form, Grouped):
         direct = takes_direct(site, gpu)
         if direct:
             yield from _direct(site)
-        if not direct or site.rows > DIRECT_ROWS // 2:
+        if form.coded and (not direct or site.rows > DIRECT_ROWS // 2):
             yield from _coded(site, gpu)
         return
     gated = site.activation == "silu_mul"
@@ -49,13 +50,15 @@ def _coded(site: Site, gpu: Gpu) -> Iterator[Plan]:
 def _direct(site: Site) -> Iterator[Plan]:
     """Programs of few of the weight's rows for few of x's, whose sums fit in registers; as many tiles in a step as the
     weight has."""
-    rows, tile = max(8, round_rows(site.rows)), TILE_COLUMNS[site.weight]
+    rows, tile = max(8, round_rows(site.rows)), DIRECT_TILES[site.weight]
     tiles = site.inner // tile
     for columns, warps, units in ((32, 4, 2), (16, 8, 2), (16, 4, 4), (16, 8, 4), (32, 8, 1), (32, 4, 1), (16, 8, 1),
                                   (16, 4, 1), (16, 4, 2), (16, 16, 1), (32, 8, 2), (64, 4, 1)):  # fmt: skip
         x = units * rows * tile  # elements of it in a step of a warp
         if warps * units > tiles or x > 32 * TILE or columns * rows > 1024 or (warps == 16 and rows > 8):
             continue
+        if site.weight not in TILE_COLUMNS and columns * rows * units > 512:
+            continue  # registers have sums of each small group, of all units at once
         for ahead in (1, 0) if columns * rows >= 512 else (1,):
             plan = Plan("direct", columns, tile, warps, rows, 1, units, ahead, fused_norm=False)
             if plan.fits(site.columns, site.inner, gated=site.activation == "silu_mul"):

@@ -7,6 +7,9 @@ between threads, and the loop has no barrier. Codes, scales and inputs of the ne
 multiplied, the first codes and scales even before x is there (see launch/programmatic.py). Warps of a program take
 tiles of K in turn; their sums meet at the end in shared memory, so that no sum crosses programs.
 
+A product of the tensor cores takes columns of all 64 that lie side by side in a tile. For smaller groups it is taken
+once for each of them, with zeros in the place of the inputs of the others.
+
 The product prepares the norm of the residual that it adds to, and ends a norm that was prepared, as the kernels of
 tma.py do (see residual.py).
 """
@@ -141,7 +144,7 @@ def _load_by_group(
     values, tile, all_rows, KT: gl.constexpr, TILE: gl.constexpr, G: gl.constexpr, WARPS: gl.constexpr,
     UNITS: gl.constexpr,
 ):  # fmt: skip
-    """Scales or offsets [W, BN] of a step: of each unit, and if a group is half a tile of each half, in order.
+    """Scales or offsets [W, BN] of a step: of each unit, and of each group in its tile, in order.
 
     ``values`` points to those of the program's rows in the first group, ``tile`` is the first one of each warp.
     """
@@ -187,6 +190,37 @@ def _multiply(words, pairs, scale, shift, acc, ones, dtype: gl.constexpr, ONE: g
         acc += high * scale[1].to(gl.float32)[:, :, None]
         if OFFSETS:
             acc += x_high * shift[1].to(gl.float32)[:, :, None]
+    return acc
+
+
+@gluon.jit
+def _multiply_small_groups(
+    words, pairs, scale, shift, acc, ones, lane, dtype: gl.constexpr, PER_TILE: gl.constexpr, OFFSETS: gl.constexpr
+):  # fmt: skip
+    """As ``_multiply``, of a tile with PER_TILE groups of 16 or 32 columns. The columns of a lane are in one of them:
+    ``lane`` is its place among four, in the layout of the right operand."""
+    PARTS: gl.constexpr = acc.type.layout
+    LEFT: gl.constexpr = gl.DotOperandLayout(0, PARTS, 2)
+    RIGHT: gl.constexpr = gl.DotOperandLayout(1, PARTS, 2)
+    PER_BYTE: gl.constexpr = pairs.shape[2]
+    PER_HALF: gl.constexpr = PER_TILE // PER_BYTE
+    words, pairs = _quarters(words), _quarters(pairs)
+    zeros = gl.zeros(acc.shape, gl.float32, PARTS)
+    sums, x_sums = (), ()
+    for i in gl.static_range(4):
+        w, x = _weights(words[i], dtype, PER_BYTE, LEFT), _inputs(pairs[i], dtype, RIGHT)
+        next_sums, next_x_sums = (), ()
+        for group in gl.static_range(PER_TILE):
+            of_group = x[group // PER_HALF]
+            of_group = gl.where(lane // (4 // PER_HALF) == group % PER_HALF, of_group, gl.zeros_like(of_group))
+            next_sums = next_sums + (mma_v2(w[group // PER_HALF], of_group, zeros if i == 0 else sums[group]),)
+            if OFFSETS:
+                next_x_sums = next_x_sums + (mma_v2(ones, of_group, zeros if i == 0 else x_sums[group]),)
+        sums, x_sums = next_sums, next_x_sums
+    for group in gl.static_range(PER_TILE):
+        acc += sums[group] * scale[group].to(gl.float32)[:, :, None]
+        if OFFSETS:
+            acc += x_sums[group] * shift[group].to(gl.float32)[:, :, None]
     return acc
 
 
@@ -239,7 +273,7 @@ def direct_kernel(
     KT: gl.constexpr = K // TILE
     STRIDE: gl.constexpr = WARPS * UNITS
     ONE: gl.constexpr = G >= TILE
-    PER_UNIT: gl.constexpr = 1 if ONE else 2
+    PER_UNIT: gl.constexpr = 1 if ONE else TILE // G
     THREADS: gl.constexpr = WIDTH // 8
     STORED: gl.constexpr = gl.BlockedLayout([8, 1], [THREADS, 32 // THREADS], [1, WARPS], [0, 1])
     PARTS: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [WARPS, 1, 1], [1, 16, 8])
@@ -301,6 +335,8 @@ def direct_kernel(
         store_norm(norms, squares, squares, eps, K)
 
     acc = gl.zeros([WARPS, BN, BM], gl.float32, PARTS)
+    if PER_UNIT > PER_BYTE:  # of four neighbours, two of 8 columns are those of a lane
+        lane = gl.arange(0, 16, _along(gl.DotOperandLayout(1, PARTS, 2), 1, 3))[None, :, None] % 8 // 2
     for first in range(0, KT, STRIDE):
         done = first + STRIDE
         next_words = gl.load(at_codes + done * 128, mask=tile + done < KT, other=0)
@@ -317,10 +353,16 @@ def direct_kernel(
         own_pairs = gl.permute(own_pairs, (0, 2, 3, 4, 7, 5, 6, 1))
         own_words, own_pairs = _by_unit(own_words, UNITS), _by_unit(own_pairs, UNITS)
         for unit in gl.static_range(UNITS):
-            acc = _multiply(
-                own_words[unit], own_pairs[unit], scale[unit * PER_UNIT : (unit + 1) * PER_UNIT],
-                shift[unit * PER_UNIT : (unit + 1) * PER_UNIT], acc, ones, dtype, ONE, OFFSETS,
-            )  # fmt: skip
+            if PER_UNIT > PER_BYTE:
+                acc = _multiply_small_groups(
+                    own_words[unit], own_pairs[unit], scale[unit * PER_UNIT : (unit + 1) * PER_UNIT],
+                    shift[unit * PER_UNIT : (unit + 1) * PER_UNIT], acc, ones, lane, dtype, PER_UNIT, OFFSETS,
+                )  # fmt: skip
+            else:
+                acc = _multiply(
+                    own_words[unit], own_pairs[unit], scale[unit * PER_UNIT : (unit + 1) * PER_UNIT],
+                    shift[unit * PER_UNIT : (unit + 1) * PER_UNIT], acc, ones, dtype, ONE, OFFSETS,
+                )  # fmt: skip
         words, scale, shift = next_words, next_scale, next_shift
         if AHEAD:
             pairs = next_pairs
@@ -393,7 +435,7 @@ def _launch(
         x = x.index_select(1, weight.order)
     if x.stride(1) != 1 or x.stride(0) % 2:
         x = x.contiguous()
-    known = weight.scales_sums and weight.tiled and plan.inner == TILE_COLUMNS[weight.form]
+    known = weight.tiled and (weight.scales_sums or weight.has_small_groups) and plan.inner == TILE_COLUMNS[weight.form]
     if plan.kind != "direct" or not known or not plan.fits(columns, inner, gated):
         raise ValueError(f"{plan} does not fit {weight.form} {list(weight.shape)} in groups of {weight.group}")
     if x.element_size() != 2 or x.shape[1] != inner or out.shape != (len(x), columns) or out.stride(1) != 1:

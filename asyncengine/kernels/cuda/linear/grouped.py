@@ -30,6 +30,9 @@ TILE = 128
 """Columns of the weight that a program decodes at a time."""
 TILE_COLUMNS = {INT4: 128, INT8: 64}
 """Columns of a tile of ``in_tiles``, by form."""
+SMALL_GROUPS = {INT4: (32,), INT8: (16, 32, 64)}
+"""Sizes of groups, by form, that lie in the 64 columns which lie side by side in such a tile, and whose sums have room
+in registers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +71,11 @@ class GroupedMatrix:
         smallest = TILE // 2 if self.form == INT4 else TILE
         fits = self.tiled if self.form == INT4 else self.shape[1] % TILE == 0
         return self.table is None and fits and self.group % smallest == 0
+
+    @property
+    def has_small_groups(self) -> bool:
+        """True if of both kernels that of direct.py alone multiplies it, for few rows: by group, in tiles."""
+        return self.table is None and self.tiled and not self.scales_sums and self.group in SMALL_GROUPS[self.form]
 
     @property
     def nbytes(self) -> int:

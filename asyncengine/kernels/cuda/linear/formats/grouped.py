@@ -27,23 +27,33 @@ _CODED_INVARIANT = Plan("coded", 64, TILE, 4, 64, 1, 3, fused_norm=False)
 _RARE_INVARIANT = Plan("cublas", rows=64, fused_norm=False)
 
 
+def _in_small_groups(form: str) -> WeightKind:
+    return f"{form} in small groups"
+
+
+DIRECT_TILES: dict[WeightKind, int] = TILE_COLUMNS | {_in_small_groups(form): n for form, n in TILE_COLUMNS.items()}
+"""Columns of a tile of the kinds of weight for which there is the kernel of direct.py."""
+
+
 class Grouped(PlainInputs):
     """Implements ``Format`` for matrices of codes.
 
-    ``coded``: the kernel of coded.py multiplies them, up to MAX_ROWS rows, and that of direct.py int4 and int8 for few
-    rows of 16 bits on cards that have Gluon's kernels. Others, and more rows, are for ``product``, which chooses its
-    kernels itself.
+    ``coded``: the kernel of coded.py multiplies them, up to MAX_ROWS rows. With that, or with ``small_groups``, the
+    kernel of direct.py multiplies int4 and int8 for few rows of 16 bits, on cards that have Gluon's kernels. Others,
+    and more rows, are for ``product``, which chooses its kernels itself.
     """
 
     needs = "any GPU"
     prepares_norms = True
 
-    def __init__(self, form: str, *, coded: bool = True) -> None:
-        self._form, self._coded = form, coded
-        self._kind = form if coded else f"{form}, rare"
-        self._wide_kind = f"{form} beside float32" if coded else self._kind
+    def __init__(self, form: str, *, coded: bool = True, small_groups: bool = False) -> None:
+        self._form, self.coded, self._small_groups = form, coded, small_groups
+        rare = _in_small_groups(form) if small_groups else f"{form}, rare"
+        self._kind = form if coded else rare
+        self._wide_kind = f"{form} beside float32" if coded else f"{form}, rare"
         self.invariant = _CODED_INVARIANT if coded else _RARE_INVARIANT
-        self.bits: Mapping[WeightKind, int] = dict.fromkeys((self._kind, self._wide_kind), 4 if form == INT4 else 8)
+        kinds = {self._kind} if small_groups else {self._kind, self._wide_kind}
+        self.bits: Mapping[WeightKind, int] = dict.fromkeys(kinds, 4 if form == INT4 else 8)
 
     def runs_on(self, gpu: Gpu) -> bool:
         return True
@@ -63,7 +73,8 @@ class Grouped(PlainInputs):
         """The codes are bits of the weight: kernels take as long for any."""
         rows, columns = weight.shape
         codes = weight.view(torch.uint8)[:, : columns // 2 if self._form == INT4 else columns].contiguous()
-        scales = torch.ones(max(1, columns // TILE), rows, device=weight.device)
+        group = 32 if self._small_groups else TILE
+        scales = torch.ones(max(1, columns // group), rows, device=weight.device)
         return GroupedMatrix(self._form, codes.view(CODES[self._form]), scales, None, None, None)
 
     def first_rows(self, weight: Matrix, count: int) -> Matrix:
@@ -87,7 +98,8 @@ class Grouped(PlainInputs):
         return False
 
     def takes_library_alone(self, site: Site) -> bool:
-        return not self._coded or site.rows > MAX_ROWS
+        most = MAX_ROWS if self.coded else DIRECT_ROWS if self._small_groups else 0
+        return site.rows > most
 
     def takes_library(self, site: Site) -> bool:
         return True
@@ -101,11 +113,15 @@ class Grouped(PlainInputs):
         rows.
         """
         if takes_direct(site, gpu):
-            tile, rows = TILE_COLUMNS[site.weight], max(8, round_rows(site.rows))
-            many = site.weight_rows > 64 * gpu.multiprocessors
-            columns, warps = (32, 4) if many else (32 if rows == 32 else 16, 8)
+            tile, rows = DIRECT_TILES[site.weight], max(8, round_rows(site.rows))
+            many, wide = site.weight_rows > 64 * gpu.multiprocessors, 32
+            if self._small_groups and (rows > 8 or self._form == INT4):  # registers have sums of each group
+                wide = 16
+            columns, warps = (wide, 4) if many else (wide if rows == 32 else 16, 8)
             units = 2 if rows * tile <= 8 * TILE and site.inner >= 2 * warps * tile else 1
             return Plan("direct", columns, tile, warps, rows, 1, units, 1, fused_norm=False)
+        if not self.coded:
+            return None
         columns, warps = (32, 2) if 8 < site.rows <= 32 else (64, 4)
         rows = min(64, max(8, round_rows(site.rows)))
         programs = -(-site.weight_rows // columns) * -(-site.rows // rows)
@@ -119,7 +135,7 @@ class Grouped(PlainInputs):
 def takes_direct(site: Site, gpu: Gpu) -> bool:
     """Return whether the kernel of direct.py can multiply the site's weights: they lie in tiles, also those of the gate
     and of up by themselves."""
-    return gpu.tma and site.weight in TILE_COLUMNS and site.rows <= DIRECT_ROWS and site.columns % 8 == 0
+    return gpu.tma and site.weight in DIRECT_TILES and site.rows <= DIRECT_ROWS and site.columns % 8 == 0
 
 
 def _by_group(weights: Sequence[PackedWeight], name: str) -> Tensor | None:

@@ -7,19 +7,22 @@ from asyncengine.kernels.cuda.linear.formats.base import Format, Matrix
 from asyncengine.kernels.cuda.linear.formats.dense import Dense
 from asyncengine.kernels.cuda.linear.formats.float8 import Float8
 from asyncengine.kernels.cuda.linear.formats.grouped import Grouped
-from asyncengine.kernels.cuda.linear.grouped import CodedRows, GroupedMatrix
+from asyncengine.kernels.cuda.linear.grouped import TILE_COLUMNS, CodedRows, GroupedMatrix
 from asyncengine.kernels.cuda.linear.plan import Plan, Site, WeightKind
 from asyncengine.kernels.float8 import Quantized
 from asyncengine.kernels.weight import DENSE, FLOAT8, GROUPED, INT4
 
 FORMATS: dict[str, Format] = {DENSE: Dense(), FLOAT8: Float8(), **{form: Grouped(form) for form in GROUPED}}
 _RARE = {form: Grouped(form, coded=False) for form in GROUPED}
-_BY_KIND = {kind: form for form in (*FORMATS.values(), *_RARE.values()) for kind in form.bits}
+_SMALL_GROUPS = {form: Grouped(form, coded=False, small_groups=True) for form in TILE_COLUMNS}
+_BY_KIND = {kind: form for form in (*FORMATS.values(), *_RARE.values(), *_SMALL_GROUPS.values()) for kind in form.bits}
 
 
 def format_of(weight: Matrix) -> Format:
     """The format of a weight that is packed."""
     if isinstance(weight, GroupedMatrix):
+        if weight.has_small_groups:
+            return _SMALL_GROUPS[weight.form]
         return (FORMATS if weight.scales_sums else _RARE)[weight.form]
     if isinstance(weight, CodedRows):
         return FORMATS[INT4]
