@@ -4,7 +4,7 @@
 # make soak    mixed traffic for SOAK_MINUTES (default: 30), memory and descriptors watched; the scheduler beside its
 #              model for a million operations; random mixes of features under pressure beside the same requests alone
 # make sanitize  the tests of cancellation, preemption and the scheduler over a core with sanitizers
-# make exhaustive  the Python tests with all their cases, of which make test runs a sample
+# make exhaustive  the tests with all their cases, of which make test runs a sample
 # make test-gpu  tests/gpu on a machine with one: GPU_PROCESSES at once (default: 8), then those that must be alone
 # make wheels  a source archive and wheels in dist/: for all versions of Python where docker runs, else for this machine
 # make clients   other projects' clients (lm_eval, LiteLLM, LangChain and others) against a server with the bundled model
@@ -114,6 +114,7 @@ pytest: install
 	$(PYTEST)
 
 exhaustive: install
+	TESTS_EXHAUSTIVE=1 $(MAKE) native
 	$(PYTEST) --exhaustive
 
 test-gpu: install

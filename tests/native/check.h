@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdio>
+#include <cstdlib>
 #include <sstream>
 #include <string>
 #include <vector>
@@ -27,6 +28,12 @@ inline int& failures() {
 struct Registrar {
   Registrar(const char* name, void (*run)()) { tests().push_back({name, run}); }
 };
+
+// Returns all of what a test could go through where all cases run (make exhaustive), and a sample of it in make test.
+template <class T>
+T sample_of(T everything, T sample) {
+  return std::getenv("TESTS_EXHAUSTIVE") != nullptr ? everything : sample;
+}
 
 inline void fail(const char* file, int line, const std::string& what) {
   ++failures();

@@ -223,7 +223,7 @@ Options pressed() {
   return options;
 }
 
-void churn(Engine& engine, const Options& options, int count, unsigned seed, bool copies_fail = false) {
+void churn_states(Engine& engine, const Options& options, int count, unsigned seed, bool copies_fail = false) {
   std::mt19937 rng(seed);
   for (int i = 0; i < count; ++i) {
     CHECK(engine.submit(random_spec(rng, options, 90, 30)) == SubmitResult::kAccepted);
@@ -246,7 +246,7 @@ TEST(results_are_the_same_wherever_states_were_kept) {
       options.steps_in_flight = depth;
       options.latency = std::chrono::microseconds(100 * (depth - 1));
       Engine engine(options);
-      churn(engine, options, 150, static_cast<unsigned>(depth));
+      churn_states(engine, options, 150, static_cast<unsigned>(depth));
       const Stats stats = engine.loop->stats();
       CHECK(stats.num_preemptions > 0);
       CHECK(stats.snapshots_to_host > 0);
@@ -260,7 +260,7 @@ TEST(copies_of_states_that_fail_cost_nobody) {
   Options options = pressed();
   options.staging = StagingMode::kMapped;  // steps copy nothing: what fails is a transfer's
   Engine engine(options);
-  churn(engine, options, 300, 9, /*copies_fail=*/true);
+  churn_states(engine, options, 300, 9, /*copies_fail=*/true);
   CHECK(engine.loop->stats().failed_transfers > 0);
 }
 

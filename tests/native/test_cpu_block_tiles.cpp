@@ -12,6 +12,7 @@
 
 using namespace asyncengine;
 using namespace block_fixture;
+using check::sample_of;
 
 namespace {
 
@@ -87,15 +88,17 @@ bool same_bits(const std::vector<float>& a, const std::vector<float>& b) {
   return a.size() == b.size() && std::memcmp(a.data(), b.data(), a.size() * sizeof(float)) == 0;
 }
 
+using Sizes = std::vector<int64_t>;
+
 // body(task) for types, rows of x, rows of the weight and columns, of which some fill no tile.
 template <class Body>
 void for_shapes(Body&& body) {
   for (const BlockType type : kTypes) {
     const bool small = block_form(type).columns == 32;
-    for (const int64_t k : small ? std::vector<int64_t>{32, 160, 512, 608} : std::vector<int64_t>{256, 768}) {
-      for (const int64_t outputs : {1, 16, 37, 83}) {
+    for (const int64_t k : small ? sample_of<Sizes>({32, 160, 512, 608}, {32, 608}) : sample_of<Sizes>({256, 768}, {768})) {
+      for (const int64_t outputs : sample_of<Sizes>({1, 16, 37, 83}, {16, 83})) {
         const std::vector<uint8_t> blocks = random_blocks(type, outputs, k);
-        for (const int64_t rows : {1, 7, 8, 16, 17, 33, 64}) {
+        for (const int64_t rows : sample_of<Sizes>({1, 7, 8, 16, 17, 33, 64}, {1, 8, 33})) {
           const std::vector<float> x = rounded_rows(rows, k);
           body(BlockTask{type, blocks.data(), outputs, k, x.data(), rows, nullptr});
         }

@@ -98,7 +98,7 @@ TEST(sampler_filters_keep_what_they_should) {
 TEST(sampler_equal_logits_rank_by_index) {
   const std::vector<float> logits(1000, 0.25f);
   for (const int32_t k : {1, 7, 999}) {
-    const std::vector<int> counts = draw(logits, {.temperature = 2.f, .top_k = k}, 20000);
+    const std::vector<int> counts = draw(logits, {.temperature = 2.f, .top_k = k}, 1000);
     for (size_t i = 0; i < counts.size(); ++i) CHECK((counts[i] > 0) == (i < static_cast<size_t>(k)) || k == 999);
     CHECK_EQ(counts[999], 0);
   }
