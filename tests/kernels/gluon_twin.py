@@ -1,6 +1,7 @@
 """Kernels in Gluon, executed in torch: a program after another, without layouts, which no value depends on.
 
-Triton's interpreter does not run Gluon. This has the operations that the kernel of linear/direct.py takes.
+Triton's interpreter does not run Gluon. This has the operations that the kernels of linear/direct.py and
+experts/direct.py take.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ class Pointer:
 
     def places(self, mask: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Places, and whether each is meant; IndexError if one that is meant lies outside."""
-        at = self.at.as_subclass(torch.Tensor)
+        at = torch.as_tensor(self.at).as_subclass(torch.Tensor)
         if mask is None:
             return at, None
         at, mask = torch.broadcast_tensors(at, mask.as_subclass(torch.Tensor))
@@ -61,8 +62,8 @@ class Language:
 
     def __init__(self, program: Sequence[int], grid: Sequence[int]) -> None:
         self.program_id, self.num_programs = program.__getitem__, grid.__getitem__
-        for layout in ("BlockedLayout", "SliceLayout", "DotOperandLayout", "NVMMADistributedLayout"):
-            setattr(self, layout, lambda *_: None)
+        for layout in ("Blocked", "Slice", "DotOperand", "NVMMADistributed", "DistributedLinear"):
+            setattr(self, f"{layout}Layout", lambda *_: None)
 
     @staticmethod
     def arange(first: int, last: int, layout: None) -> Value:
@@ -80,12 +81,16 @@ class Language:
         return torch.zeros_like(t)
 
     @staticmethod
-    def where(condition: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    def static_assert(holds: bool) -> None:
+        assert holds
+
+    @staticmethod
+    def where(condition: torch.Tensor, a: Any, b: Any) -> torch.Tensor:
         return torch.where(condition.as_subclass(torch.Tensor), a, b)
 
     @staticmethod
-    def minimum(a: torch.Tensor, b: Any) -> torch.Tensor:
-        return torch.minimum(a, torch.as_tensor(b))
+    def minimum(a: Any, b: Any) -> torch.Tensor:
+        return torch.minimum(torch.as_tensor(a), torch.as_tensor(b))
 
     @staticmethod
     def load(pointer: Pointer, mask: torch.Tensor | None = None, other: float = 0) -> Value:
@@ -128,11 +133,11 @@ class Language:
     def inline_asm_elementwise(
         text: Any, constraints: str, args: list[torch.Tensor], **options: Any
     ) -> tuple[Value, ...]:
-        """The halves that instructions make of one word of 32 bits."""
-        count, [word] = constraints.count("="), args
-        plain = word.as_subclass(torch.Tensor)
-        made = execute(getattr(text, "value", text), {f"${count}": plain.flatten().long() & WORD})
-        results = (made[f"${i}"].to(torch.uint16).view(torch.int16).view(plain.shape) for i in range(count))
+        """The halves that instructions make of words of 32 bits."""
+        count, shape = constraints.count("="), args[0].shape
+        words = [word.as_subclass(torch.Tensor).expand(shape).flatten().long() & WORD for word in args]
+        made = execute(getattr(text, "value", text), {f"${count + i}": word for i, word in enumerate(words)})
+        results = (made[f"${i}"].to(torch.uint16).view(torch.int16).view(shape) for i in range(count))
         return tuple(result.as_subclass(Value) for result in results)
 
 

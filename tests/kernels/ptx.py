@@ -32,6 +32,7 @@ _BITWISE: dict[str, Callable[..., torch.Tensor]] = {
     "and.b32": lambda a, b: a & b,
     "xor.b32": lambda a, b: a ^ b,
     "shr.b32": lambda a, places: a >> places,
+    "shl.b32": lambda a, places: a << places,
     "prmt.b32": _permuted,
     "lop3.b32": lambda a, b, c, table: (a & b) | c,
 }

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from asyncengine.kernels.cuda.gpu import A100, H200
-from asyncengine.kernels.cuda.linear import direct
+from asyncengine.kernels.cuda.linear import direct, operands
 from asyncengine.kernels.cuda.linear import ends as endings
 from asyncengine.kernels.cuda.linear.candidates import candidates
 from asyncengine.kernels.cuda.linear.choose import choose, default_plan
@@ -242,7 +242,8 @@ FEW_ROWS: dict[str, tuple[dict[str, Any], Plan, int, dict[str, Any]]] = {
 def test_products_of_few_rows(case: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernel's own code, executed in torch. Weights fill neither the last program nor the last step."""
     run_in_torch(
-        monkeypatch, "direct_kernel", direct, endings, mma_v2=mma, _along=lambda *_: None, _sigmoid=torch.sigmoid
+        monkeypatch, "direct_kernel", direct, operands, endings, mma_v2=mma, along=lambda *_: None,
+        _sigmoid=torch.sigmoid,
     )  # fmt: skip
     settings, plan, rows, ends = FEW_ROWS[case]
     weight = random_grouped(rows=48, columns=640, **settings)

@@ -119,6 +119,9 @@ def plainly(
                 inner = torch.nn.functional.silu(gate) * wide
                 if activation == "gelu_tanh_mul":
                     inner = torch.nn.functional.gelu(gate, approximate="tanh") * wide
+                elif activation == "clamped_silu_mul":
+                    gate = gate.clamp(max=7)
+                    inner = gate * torch.sigmoid(1.702 * gate) * (wide.clamp(-7, 7) + 1)
             else:
                 inner = torch.nn.functional.gelu(inner)
             inner = inner.to(x.dtype).double()
@@ -210,7 +213,7 @@ def test_few_rows_read_no_codes_behind_the_last(device: torch.device) -> None:
     each = torch.stack([unpack(weight).double() @ x[0].double() for weight in weights])[ids[0].long()]
     out, total = torch.empty(2, columns, device=device), torch.empty(1, columns, device=device)
     rows = stack_codes(weights)
-    coded = CudaLinear(CodedRows(rows.codes.to(device), rows.scales.to(device), rows.fp4), None, 2 * columns)
+    coded = CudaLinear(CodedRows(rows.codes.to(device), rows.scales.to(device), inner, rows.fp4), None, 2 * columns)
     multiply_up(x.to(device), ids.to(device), coded, out=out, activation="none")
     torch.testing.assert_close(out.cpu().double(), each, rtol=1e-4, atol=1e-3)
     factors = torch.tensor([[0.25, 0.75]])
@@ -241,7 +244,7 @@ def test_powers_of_2_take_a_byte() -> None:
     assert rows.fp4
     assert rows.scales.dtype == torch.uint8
     assert torch.equal(torch.exp2(rows.scales.float() - 127), exact.tensors["scales"].repeat(2, 1))
-    assert rows.nbytes == 16 * (32 + 4)  # two scales, in a word of four bytes
+    assert rows.nbytes == 16 * (64 + 4)  # a tile of codes, and two scales in a word of four bytes
     assert rows.group == 32
     for value in (2.0**-127, float("inf"), 0.75):
         scales = exact.tensors["scales"].clone()

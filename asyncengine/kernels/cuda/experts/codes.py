@@ -14,41 +14,62 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from asyncengine.kernels.cuda.linear.decode import fp4, nibbles, scaled_fp4
+from asyncengine.kernels.cuda.linear.decode import FP4_PLACES, fp4, nibbles, scaled_fp4
 from asyncengine.kernels.cuda.linear.formats.base import Matrix, values_and_scale
-from asyncengine.kernels.cuda.linear.grouped import CodedRows
-from asyncengine.kernels.grouped import FP4_NUMBERS, are_alike, unpack_nibbles
+from asyncengine.kernels.cuda.linear.grouped import TILE, CodedRows, in_tiles
+from asyncengine.kernels.grouped import FP4_NUMBERS, are_alike
 from asyncengine.kernels.weight import INT4, PackedWeight
 
-_BYTES = 16
-"""Bytes in a row of which the low halves are columns in a row, and the high halves the columns behind them."""
+_SMALLEST = 16
+"""Columns of the smallest groups that kernels read."""
+_LARGEST_EXPONENT = 128
+"""Exponent of the largest scale that is kept as one: kernels take 2^126 times the scale for a factor in bfloat16."""
 
 
 def stays_coded(weights: Sequence[PackedWeight]) -> bool:
     """Return whether the kernels of experts multiply by these weights as they are: int4 with neither offsets nor an
-    order of columns, whose codes stand for whole numbers or for floats, in groups of 16 columns or a multiple of 32.
+    order of columns, whose codes stand for whole numbers or for floats, in rows by eights and in groups of 16 columns
+    or a multiple of 32.
     """
     first = weights[0]
     if first.format != INT4 or first.tensors.keys() - {"codes", "scales", "table"} or not are_alike(weights):
         return False
     group = first.in_features // first.tensors["scales"].shape[1]
-    if first.in_features % (2 * _BYTES) or (group != _BYTES and group % (2 * _BYTES)):
+    if first.in_features % 32 or (group != _SMALLEST and group % 32) or any(w.out_features % 8 for w in weights):
         return False
     table = first.tensors.get("table")
     return table is None or table.is_meta or table.tolist() == list(FP4_NUMBERS)
 
 
 def stack_codes(weights: Sequence[PackedWeight]) -> CodedRows:
-    """Join weights that stay coded, one below another, their codes in the order of the kernels."""
-    codes = torch.cat([_in_halves(weight.tensors["codes"]) for weight in weights])
+    """Join weights that stay coded, one below another, their codes in tiles."""
+    fp4, columns = "table" in weights[0].tensors, weights[0].in_features
+    tiles = (in_tiles(INT4, _whole_tiles(weight.tensors["codes"], fp4=fp4)) for weight in weights)
+    codes = torch.cat([_in_lanes(of_one) if fp4 else of_one for of_one in tiles])
     scales = torch.cat([weight.tensors["scales"] for weight in weights])
-    return CodedRows(codes, _in_words(_as_exponents(scales)), "table" in weights[0].tensors)
+    return CodedRows(codes, _in_words(_as_exponents(scales)), columns, fp4)
 
 
-def _in_halves(codes: Tensor) -> Tensor:
-    """Bytes uint8 [N, K / 2] of int4, whose low halves are even columns, in the order of ``CodedRows``."""
-    halves = unpack_nibbles(codes).view(len(codes), -1, 2, _BYTES)
-    return (halves[:, :, 0] | halves[:, :, 1] << 4).reshape(codes.shape)
+def _whole_tiles(codes: Tensor, *, fp4: bool) -> Tensor:
+    """Codes [N, K / 2] and, behind them, codes of 0 up to a whole number of tiles."""
+    missing = -codes.shape[1] % (TILE // 2)
+    zero = 0 if fp4 else 0x88
+    return torch.cat((codes, codes.new_full((len(codes), missing), zero)), 1) if missing else codes
+
+
+def _in_lanes(tiles: Tensor) -> Tensor:
+    """Floats of 4 bits in tiles, with the bits of each four in the order of FP4_PLACES.
+
+    Of 4 bytes the first 16 bits have bytes 0 and 2, the others bytes 1 and 3: their low halves, then their high ones.
+    """
+    nibbles = tiles.view(*tiles.shape[:-1], -1, 2, 2).to(torch.int32)  # [..., first or second byte of a pair]
+    floats = torch.stack((nibbles & 15, nibbles >> 4), -3)  # [..., half, pair, which]
+    lanes = torch.zeros_like(nibbles[..., 0, :])
+    for number, places in enumerate(FP4_PLACES):
+        code = floats[..., number // 2, number % 2, :]
+        for bit, place in zip((3, 2, 1, 0), places, strict=True):
+            lanes |= (code >> bit & 1) << place
+    return lanes.to(torch.uint16).view(torch.uint8).view(tiles.shape)
 
 
 def _in_words(scales: Tensor) -> Tensor:
@@ -60,12 +81,12 @@ def _in_words(scales: Tensor) -> Tensor:
 
 
 def _as_exponents(scales: Tensor) -> Tensor:
-    """Scales in float32 as their exponents uint8, if all are powers of 2 that float32 has in full."""
+    """Scales in float32 as their exponents uint8, if all are powers of 2 up to 2 that float32 has in full."""
     if scales.dtype != torch.float32 or scales.is_meta:
         return scales
     bits = scales.view(torch.int32)
     exponents = bits >> 23
-    exact = (bits & 0x7FFFFF == 0) & (exponents > 0) & (exponents < 255)
+    exact = (bits & 0x7FFFFF == 0) & (exponents > 0) & (exponents <= _LARGEST_EXPONENT)
     return exponents.to(torch.uint8) if bool(exact.all()) else scales
 
 
@@ -78,33 +99,55 @@ def kernel_operands(weight: Matrix) -> tuple[Tensor, Tensor | None, dict[str, in
 
 
 @triton.jit
+def columns_of_codes(first, BYTES: tl.constexpr):
+    """Columns [BYTES] of the low halves of so many bytes of a row in tiles; those of the high halves are 64 behind.
+
+    ``first`` is a column, the first one of a tile.
+    """
+    byte = tl.arange(0, BYTES)
+    return first + byte // 64 * 128 + byte % 64
+
+
+@triton.jit
 def load_scales(scales, row, first, K: tl.constexpr, G: tl.constexpr, PITCH: tl.constexpr, BK: tl.constexpr,
                 EVEN: tl.constexpr):  # fmt: skip
     """Load the scales [BN, BK / 32] of the low halves of ``load_codes`` and those of the high halves."""
-    part = first // 32 + tl.arange(0, BK // 32)
-    at = scales + row.to(tl.int64)[:, None] * PITCH
-    if G < 32:
-        low = _load_inside(at + (2 * part)[None, :], (part < K // 32)[None, :], EVEN)
-        high = _load_inside(at + (2 * part + 1)[None, :], (part < K // 32)[None, :], EVEN)
+    part = tl.arange(0, BK // 32)
+    if G == 32 and scales.dtype.element_ty == tl.uint8:  # a tile's four scales are a word
+        at = (scales + row.to(tl.int64) * PITCH).to(tl.pointer_type(tl.int32))
+        tile = first // 128 + tl.arange(0, BK // 128)
+        words = _load_inside(at[:, None] + tile[None, :], (tile < PITCH // 4)[None, :], EVEN)
+        words = tl.broadcast_to(words[:, :, None], [row.shape[0], BK // 128, 4])
+        words = tl.reshape(words, [row.shape[0], BK // 32]) >> (part % 4 // 2 * 8)[None, :]
+        low, high = (words & 255).to(tl.uint8), ((words >> 16) & 255).to(tl.uint8)
     else:
-        if G == 32:  # A row's memory ends in a whole word: bytes are copied four at a time.
-            low = _load_inside(at + part[None, :], (part < PITCH)[None, :], EVEN)
-        else:
-            low = _load_inside(at + (part // (G // 32))[None, :], (part < K // 32)[None, :], EVEN)
+        at = scales + row.to(tl.int64)[:, None] * PITCH
+        column = first + part // 4 * 128 + part % 4 * 16
+        low = _load_inside(at + (column // G)[None, :], (column < K)[None, :], EVEN)
         high = low
+        if G < 128:
+            high = _load_inside(at + ((column + 64) // G)[None, :], (column + 64 < K)[None, :], EVEN)
     return low, high
 
 
 @triton.jit
-def load_codes(codes, row, first, K: tl.constexpr, BK: tl.constexpr, EVEN: tl.constexpr):
-    """Load the bytes [BN, BK / 32, 16] of the columns from ``first`` on, for rows [BN]; zeros behind the last column.
+def load_codes(codes, row, first, K: tl.constexpr, BK: tl.constexpr, FP4: tl.constexpr, EVEN: tl.constexpr):
+    """Load the columns from ``first`` on, for rows [BN]: bytes [BN, BK / 32, 16], of floats int16 [BN, BK / 32, 8].
 
-    EVEN: no step begins or ends behind the last column, so that nothing is masked.
+    Behind the last tile are zeros. ``first`` is the first column of a tile. EVEN: no step begins or ends behind the
+    last column, so that nothing is masked.
     """
-    part = first // 32 + tl.arange(0, BK // 32)
-    within = part[:, None] * 16 + tl.arange(0, 16)[None, :]
-    at = codes + row.to(tl.int64)[:, None, None] * (K // 2) + within[None, :, :]
-    return _load_inside(at, (part < K // 32)[None, :, None], EVEN)
+    EACH: tl.constexpr = 2 if FP4 else 1
+    WIDTH: tl.constexpr = (K + 127) // 128 * 64 // EACH
+    TILE_WIDTH: tl.constexpr = 64 // EACH
+    if FP4:
+        codes = codes.to(tl.pointer_type(tl.int16))
+    place = tl.arange(0, BK // 2 // EACH)
+    row = row.to(tl.int64)
+    at = codes + (row // 8 * (8 * WIDTH) + row % 8 * TILE_WIDTH)[:, None] + first * (4 // EACH)
+    at += (place // TILE_WIDTH * (8 * TILE_WIDTH) + place % TILE_WIDTH)[None, :]
+    packed = _load_inside(at, (first // 128 * TILE_WIDTH + place < WIDTH)[None, :], EVEN)
+    return tl.reshape(packed, [row.shape[0], BK // 32, 16 // EACH])
 
 
 @triton.jit
@@ -132,8 +175,8 @@ def decode(packed, scales, dtype: tl.constexpr, FP4: tl.constexpr, PLAIN: tl.con
 
 @triton.jit
 def _bits_of_power(exponent, packed):
-    """Powers of 2 as bits of bfloat16, one for each byte of ``packed``."""
-    return tl.broadcast_to((exponent.to(tl.int16) << 7)[:, :, None], packed.shape)
+    """2^126 times powers of 2 as bits of bfloat16, one for each word of ``packed``."""
+    return tl.broadcast_to(((exponent.to(tl.int16) + 126) << 7)[:, :, None], packed.shape)
 
 
 @triton.jit

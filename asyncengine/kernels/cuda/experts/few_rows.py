@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from asyncengine.kernels.cuda.experts.codes import decode, kernel_operands, load_codes, load_scales
+from asyncengine.kernels.cuda.experts.codes import columns_of_codes, decode, kernel_operands, load_codes, load_scales
 from asyncengine.kernels.cuda.experts.epilogue import GATED_KINDS, activate_columns
 from asyncengine.kernels.cuda.launch.compiling import kernel
 from asyncengine.kernels.cuda.launch.programmatic import INTERPRETED, launch_options, start_next, wait
@@ -53,15 +53,15 @@ def _sum_coded(codes, scales, row, x, K: tl.constexpr, STEPS: tl.constexpr, HELD
     """[BN, BK / 32, 16]: sums of the products of the weights in codes of rows [BN] with the row at ``x``."""
     acc = tl.zeros([row.shape[0], BK // 32, 16], tl.float32)
     EVEN: tl.constexpr = K % (HELD * BK) == 0
-    k = tl.arange(0, BK // 32)[:, None] * 32 + tl.arange(0, 16)[None, :]
+    k = tl.reshape(columns_of_codes(0, BK // 2), [BK // 32, 16])
     for first in tl.range(0, STEPS, HELD):
         w, scale, lows, highs = (), (), (), ()
         for i in tl.static_range(HELD):
             at = (first + i) * BK
-            w = w + (load_codes(codes, row, at, K, BK, EVEN),)
+            w = w + (load_codes(codes, row, at, K, BK, FP4, EVEN),)
             scale = scale + (load_scales(scales, row, at, K, G, PITCH, BK, EVEN),)
             lows = lows + (tl.load(x + at + k, mask=at + k < K, other=0.0),)
-            highs = highs + (tl.load(x + at + k + 16, mask=at + k < K, other=0.0),)
+            highs = highs + (tl.load(x + at + k + 64, mask=at + k + 64 < K, other=0.0),)
         for i in tl.static_range(HELD):
             low, high = decode(w[i], scale[i], x.dtype.element_ty, FP4, PLAIN)
             acc += low.to(tl.float32) * lows[i].to(tl.float32)[None, :, :]
@@ -186,9 +186,10 @@ def _down_kernel(
 
 
 def _step(inner: int) -> int:
-    """Elements of K in a step: what divides it, or else what leaves little of the last step over."""
+    """Elements of K in a step: what divides it, or else what leaves little of the last step over; whole tiles of
+    codes."""
     whole = inner & -inner
-    return min(1024, whole if whole >= 256 else 1 << (inner - 1).bit_length())
+    return min(1024, whole if whole >= 256 else max(128, 1 << (inner - 1).bit_length()))
 
 
 def _held(inner: int, step: int, columns: int) -> int:

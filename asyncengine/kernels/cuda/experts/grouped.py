@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from asyncengine.kernels.cuda.experts.codes import decode, kernel_operands, load_codes, load_scales
+from asyncengine.kernels.cuda.experts.codes import columns_of_codes, decode, kernel_operands, load_codes, load_scales
 from asyncengine.kernels.cuda.experts.epilogue import GATED_KINDS, activate_columns
 from asyncengine.kernels.cuda.experts.plan import Tiles
 from asyncengine.kernels.cuda.experts.sort import SortedPairs
@@ -66,9 +66,7 @@ def _grouped_kernel(
     count = tl.load(tiles + 2 * limit + tile)
     if tile >= tl.load(tiles + 3 * limit):
         return
-    m, k = tl.arange(0, BM), tl.arange(0, BK // 2 if G else BK)
-    if G:  # columns of the low halves of codes
-        k = k // 16 * 32 + k % 16
+    m, k = tl.arange(0, BM), columns_of_codes(0, BK // 2) if G else tl.arange(0, BK)
     there = m < count
     pair = tl.load(order + first + m, mask=there, other=0).to(tl.int64)
     row = weight_rows_of(program, columns, GATED, BN) + expert * (columns * (2 if GATED else 1))
@@ -77,12 +75,11 @@ def _grouped_kernel(
     acc = tl.zeros([BN, BM], tl.float32)
     for done in tl.range(0, K, BK, num_stages=STAGES):
         if G:
-            packed = load_codes(weight, row, done, K, BK, K % BK == 0)
+            packed = load_codes(weight, row, done, K, BK, FP4, K % BK == 0)
             scales = load_scales(weight_scale, row, done, K, G, PITCH, BK, K % BK == 0)
             low, high = decode(packed, scales, x.dtype.element_ty, FP4, PLAIN)
-            inside = (done + k < K)[:, None] & there[None, :]
-            x_low = tl.load(from_x + done, mask=inside, other=0.0)
-            x_high = tl.load(from_x + done + 16, mask=inside, other=0.0)
+            x_low = tl.load(from_x + done, mask=(done + k < K)[:, None] & there[None, :], other=0.0)
+            x_high = tl.load(from_x + done + 64, mask=(done + k + 64 < K)[:, None] & there[None, :], other=0.0)
             acc = _multiply(tl.reshape(low, [BN, BK // 2]), x_low, acc, WIDEN)
             acc = _multiply(tl.reshape(high, [BN, BK // 2]), x_high, acc, WIDEN)
         elif K % BK:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from asyncengine.kernels.cuda.gpu import Gpu
+from asyncengine.kernels.cuda.linear.grouped import TILE
 
 FEW_ROWS = 2
 """Most rows whose experts are multiplied without sorting (see few_rows.py): most of these experts differ."""
@@ -24,6 +25,40 @@ class Tiles(NamedTuple):
     stages: int
 
 
+class DirectTiles(NamedTuple):
+    """Tiles of a product in the way of direct.py."""
+
+    rows: int
+    """rows of one expert in a tile"""
+    columns: int
+    """rows of the weight in a tile"""
+    units: int
+    """tiles of K in a step of a warp"""
+    ahead: bool
+    """x of the next step is loaded in this one."""
+    along_inner: int
+    """warps that divide K"""
+    along_columns: int
+    """warps that divide the rows of the weight"""
+
+
+def direct_tiles_for(pairs: int, experts: int) -> DirectTiles | None:
+    """The tiles of a product in the way of direct.py for so many pairs; None if an expert has too many rows on
+    average.
+
+    Few pairs leave multiprocessors without a program unless K is divided. Of the others those that have more rows read
+    x more often than weights, and share it between more warps.
+    """
+    rows = 8
+    while rows * experts < 2 * pairs:
+        rows *= 2
+    if rows > 32:
+        return None
+    if rows == 8:
+        return DirectTiles(8, 32, 1, True, *((4, 1) if pairs <= 16 else (2, 2)))
+    return DirectTiles(16, 64, 1, True, 1, 4) if rows == 16 else DirectTiles(32, 128, 1, False, 1, 4)
+
+
 def tiles_for(pairs: int, experts: int, bits: tuple[int, int], gpu: Gpu, *, invariant: bool = False) -> Tiles:
     """The tiles for so many pairs of a row and an expert, with ``bits`` in an element of a weight and of a row.
 
@@ -38,9 +73,9 @@ def tiles_for(pairs: int, experts: int, bits: tuple[int, int], gpu: Gpu, *, inva
     if rows >= _TALLEST and min(bits) == 16:
         columns, inner, warps, memory = 128, 64, 8, gpu.tile_bytes_of_two
     else:
-        inner = 64 if rows > 32 else 128 if bits[0] > 4 else 256
+        inner = 64 if rows > 32 and bits[0] > 4 else 128 if rows > 32 or bits[0] > 4 else 256
         columns, warps, memory = 64, 4, gpu.tile_bytes_of_two
-    if max(bits) == 32:
+    if max(bits) == 32 and inner > (TILE if bits[0] == 4 else 0):
         inner //= 2
     step = (columns * bits[0] + rows * bits[1]) * inner // 8
     return Tiles(rows, columns, inner, warps, max(2, min(6, memory // step)))

@@ -52,12 +52,27 @@ def store_norm(to, squares, values, eps, K: gl.constexpr):
 
 
 @gluon.jit
-def activate_sums(acc, FUSED: gl.constexpr):
-    """The activation of sums [BN, BM]; for silu_mul, with 8 rows of the gate and 8 of up in turn, [BN / 2, BM]."""
+def _gate(gate, up, FUSED: gl.constexpr):
+    """up, gated as the operations of rows/activation.py do it."""
     if FUSED == "silu_mul":
+        result = gate * _sigmoid(gate) * up
+    elif FUSED == "gelu_tanh_mul":
+        result = gate * _sigmoid(_gelu_gate(gate)) * up
+    else:
+        gl.static_assert(FUSED == "clamped_silu_mul")
+        gate = gl.where(gate > 7.0, 7.0, gate)
+        up = gl.where(up > 7.0, 7.0, gl.where(up < -7.0, -7.0, up))
+        result = gate * _sigmoid(1.702 * gate) * (up + 1.0)
+    return result
+
+
+@gluon.jit
+def activate_sums(acc, FUSED: gl.constexpr):
+    """The activation of sums [BN, BM]; with a gate, 8 rows of which and 8 of up come in turn, [BN / 2, BM]."""
+    if FUSED == "silu_mul" or FUSED == "gelu_tanh_mul" or FUSED == "clamped_silu_mul":
         pairs = gl.permute(gl.reshape(acc, [acc.shape[0] // 16, 2, 8, acc.shape[1]]), (0, 2, 3, 1))
         gate, up = gl.split(pairs)
-        acc = gl.reshape(gate * _sigmoid(gate) * up, [acc.shape[0] // 2, acc.shape[1]])
+        acc = gl.reshape(_gate(gate, up, FUSED), [acc.shape[0] // 2, acc.shape[1]])
     elif FUSED == "gelu_tanh":
         acc *= _sigmoid(_gelu_gate(acc))
     elif FUSED != "none":

@@ -87,24 +87,26 @@ class GroupedMatrix:
 
 @dataclass(frozen=True, slots=True)
 class CodedRows:
-    """Weights of experts in int4, one below another, as their kernels read them: a row's codes, and its scales."""
+    """Weights of experts in int4, one below another, as their kernels read them: codes in tiles, and scales by row."""
 
     codes: Tensor
-    """uint8 [N, K / 2]: 16 bytes have 32 columns, the first 16 in their low halves, the others in the high ones"""
+    """uint8 [N, K / 2] in the order of ``in_tiles``, of floats as FP4_PLACES of decode.py says; K is whole tiles"""
     scales: Tensor
     """[N, K / G] in float32 or float16; in uint8 exponents of powers of 2, to which 127 is added; rows begin at words
     of 4 bytes"""
+    columns: int
+    """Columns of the weights; codes behind them stand for 0."""
     fp4: bool
     """Codes are floats of 4 bits (FP4_NUMBERS of kernels/grouped.py), and not numbers to which 8 is added."""
 
     @property
     def shape(self) -> torch.Size:
-        return torch.Size((len(self.codes), 2 * self.codes.shape[1]))
+        return torch.Size((len(self.codes), self.columns))
 
     @property
     def group(self) -> int:
         """Number of columns that share a scale."""
-        return self.shape[1] // self.scales.shape[1]
+        return self.columns // self.scales.shape[1]
 
     @property
     def nbytes(self) -> int:

@@ -119,7 +119,8 @@ class Grouped(PlainInputs):
                 wide = 16
             columns, warps = (wide, 4) if many else (wide if rows == 32 else 16, 8)
             units = 2 if rows * tile <= 8 * TILE and site.inner >= 2 * warps * tile else 1
-            return Plan("direct", columns, tile, warps, rows, 1, units, 1, fused_norm=False)
+            ahead = 0 if self._small_groups and self._form == INT4 and rows == 32 else 1
+            return Plan("direct", columns, tile, warps, rows, 1, units, ahead, fused_norm=False)
         if not self.coded:
             return None
         columns, warps = (32, 2) if 8 < site.rows <= 32 else (64, 4)
