@@ -59,7 +59,7 @@ def assert_can_run(plan: Plan, site: Site) -> None:
         return
     sizes = (plan.columns, plan.inner, plan.warps, plan.rows or 1)
     assert all(size > 0 and size & (size - 1) == 0 for size in sizes)
-    assert plan.split == 1 or plan.kind == "tiled" or (plan.leaves_parts and site.add)
+    assert plan.split == 1 or plan.kind in ("tiled", "coded") or (plan.leaves_parts and site.add)
     match plan.kind:
         case "vector":
             assert site.rows <= 2
