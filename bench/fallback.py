@@ -1,7 +1,7 @@
 """Decode speed of one model by its native file and by its modules of transformers, in turn.
 
-``python bench/fallback.py [--device cpu|cuda] [--rows 1 8] [--hidden 1024] [--layers 8] [--dtype bfloat16]`` prints
-milliseconds of a step.
+``python bench/fallback.py [--device cpu|cuda] [--rows 1 8] [--hidden 1024] [--layers 8] [--vocab 32000]
+[--dtype bfloat16]`` prints milliseconds of a step. Llama-3.1-8B is ``--hidden 4096 --layers 32 --vocab 128256``.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ PROMPT_TOKENS, TOKENS = 16, 48
 WAYS: tuple[Literal["native"], Literal["transformers"]] = ("native", "transformers")
 
 
-def write_config(directory: str, hidden: int, layers: int) -> None:
+def write_config(directory: str, hidden: int, layers: int, vocab: int) -> None:
     values = {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -29,7 +29,7 @@ def write_config(directory: str, hidden: int, layers: int) -> None:
         "num_hidden_layers": layers,
         "num_attention_heads": max(1, hidden // 128),
         "num_key_value_heads": max(1, hidden // 512),
-        "vocab_size": 32000,
+        "vocab_size": vocab,
         "max_position_embeddings": 2048,
     }
     (Path(directory) / "config.json").write_text(json.dumps(values))
@@ -55,11 +55,12 @@ async def main() -> None:
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 8])
     parser.add_argument("--hidden", type=int, default=1024)
     parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--vocab", type=int, default=32000)
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--repeats", type=int, default=5)
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as directory:
-        write_config(directory, args.hidden, args.layers)
+        write_config(directory, args.hidden, args.layers, args.vocab)
         settings: Any = {
             "load_format": "dummy",
             "dtype": args.dtype,
