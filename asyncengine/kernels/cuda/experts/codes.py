@@ -22,8 +22,8 @@ from asyncengine.kernels.weight import INT4, PackedWeight
 
 _SMALLEST = 16
 """Columns of the smallest groups that kernels read."""
-_LARGEST_EXPONENT = 128
-"""Exponent of the largest scale that is kept as one: kernels take 2^126 times the scale for a factor in bfloat16."""
+_MORE = 126
+"""Exponents of scales are kept greater by so much: 2^126 times a scale is a kernel's factor in bfloat16."""
 
 
 def stays_coded(weights: Sequence[PackedWeight]) -> bool:
@@ -47,7 +47,7 @@ def stack_codes(weights: Sequence[PackedWeight]) -> CodedRows:
     tiles = (in_tiles(INT4, _whole_tiles(weight.tensors["codes"], fp4=fp4)) for weight in weights)
     codes = torch.cat([_in_lanes(of_one) if fp4 else of_one for of_one in tiles])
     scales = torch.cat([weight.tensors["scales"] for weight in weights])
-    return CodedRows(codes, _in_words(_as_exponents(scales)), columns, fp4)
+    return CodedRows(codes, _in_words(_as_exponents(scales) if fp4 else scales), columns, fp4)
 
 
 def _whole_tiles(codes: Tensor, *, fp4: bool) -> Tensor:
@@ -81,13 +81,14 @@ def _in_words(scales: Tensor) -> Tensor:
 
 
 def _as_exponents(scales: Tensor) -> Tensor:
-    """Scales in float32 as their exponents uint8, if all are powers of 2 up to 2 that float32 has in full."""
+    """Scales in float32 as exponents uint8 of 2^126 times them, if all are powers of 2 that float32 has in full, up to
+    2. No such exponent is 0."""
     if scales.dtype != torch.float32 or scales.is_meta:
         return scales
     bits = scales.view(torch.int32)
     exponents = bits >> 23
-    exact = (bits & 0x7FFFFF == 0) & (exponents > 0) & (exponents <= _LARGEST_EXPONENT)
-    return exponents.to(torch.uint8) if bool(exact.all()) else scales
+    exact = (bits & 0x7FFFFF == 0) & (exponents > 0) & (exponents + _MORE < 255)
+    return (exponents + _MORE).to(torch.uint8) if bool(exact.all()) else scales
 
 
 def kernel_operands(weight: Matrix) -> tuple[Tensor, Tensor | None, dict[str, int | bool]]:
@@ -176,11 +177,11 @@ def decode(packed, scales, dtype: tl.constexpr, FP4: tl.constexpr, PLAIN: tl.con
 @triton.jit
 def _bits_of_power(exponent, packed):
     """2^126 times powers of 2 as bits of bfloat16, one for each word of ``packed``."""
-    return tl.broadcast_to(((exponent.to(tl.int16) + 126) << 7)[:, :, None], packed.shape)
+    return tl.broadcast_to((exponent.to(tl.int16) << 7)[:, :, None], packed.shape)
 
 
 @triton.jit
 def _scaled(numbers, scale, dtype: tl.constexpr):
     if scale.dtype == tl.uint8:
-        scale = (scale.to(tl.int32) << 23).to(tl.float32, bitcast=True)
+        scale = ((scale.to(tl.int32) - 126) << 23).to(tl.float32, bitcast=True)
     return (numbers.to(tl.float32) * scale.to(tl.float32)[:, :, None]).to(dtype)

@@ -75,26 +75,32 @@ def _blocks_of_rows(first, expert, eights, RB: gl.constexpr, GATED: gl.constexpr
 def _load_group_scales(scales, warp, first, KT: gl.constexpr, GROUPS: gl.constexpr, G: gl.constexpr, WK: gl.constexpr,
                        UNITS: gl.constexpr):  # fmt: skip
     """Scales [WK, BN] of a step: of each unit, and if a group is half a tile of each half. ``scales`` points to those
-    of the rows."""
+    of the rows; behind the last tile they are 0."""
     loaded = ()
     for unit in gl.static_range(UNITS):
+        tile = warp + first + unit * WK
         for part in gl.static_range(1 if G >= 128 else 2):
-            tile = gl.minimum(warp + first + unit * WK, KT - 1)
             group = gl.minimum(tile * 128 // G + part, GROUPS - 1)
-            loaded = loaded + (gl.load(scales + group[:, None]),)
+            loaded = loaded + (gl.load(scales + group[:, None], mask=(tile < KT)[:, None], other=0.0),)
     return loaded
 
 
 @gluon.jit
-def _load_pairs(x, place, tiles, K: gl.constexpr, EVEN: gl.constexpr):
-    """Pairs of x so many tiles behind ``place``; zeros behind the last column. EVEN: nothing lies there."""
-    return gl.load(x + tiles * 64) if EVEN else gl.load(x + tiles * 64, mask=place + tiles * 64 < K // 2, other=0)
+def _load_pairs(x, eight, within, tiles, K: gl.constexpr):
+    """Pairs of x so many tiles behind those with the places ``eight`` and, in these eights, ``within``.
+
+    Behind the last column, where all codes stand for 0 or have scales of 0, the last eight come again.
+    """
+    return gl.load(x + (gl.minimum(eight + tiles * 64, K // 2 - 8) + within))
 
 
 @gluon.jit
 def _factors(word, shift):
-    """2^126 times a power of 2, twice in a word as bfloat16; its exponent is the byte of ``word`` at ``shift``."""
-    return ((word >> shift) & 255) * 0x00800080 + 0x3F003F00
+    """2^126 times a power of 2, twice in a word as bfloat16; its exponent is the byte of ``word`` at ``shift``.
+
+    A byte of 0 makes it 0.
+    """
+    return ((word >> shift) & 255) * 0x00800080
 
 
 @gluon.jit
@@ -158,8 +164,6 @@ def direct_experts_kernel(
     RB: gl.constexpr = BN // 16
     KT: gl.constexpr = (K + 127) // 128
     STRIDE: gl.constexpr = WK * UNITS
-    EVEN: gl.constexpr = K % (128 * STRIDE) == 0
-    LAST: gl.constexpr = KT - STRIDE
     WARPS: gl.constexpr = WK * WN
     ONE: gl.constexpr = G >= 128
     PER_UNIT: gl.constexpr = 1 if ONE else 2
@@ -196,13 +200,14 @@ def direct_experts_kernel(
 
     tile_of_x = gl.arange(0, WK, along(PAIRS, 0, 4))[:, None, None, None]
     tile_of_x = tile_of_x + gl.arange(0, UNITS, along(PAIRS, 1, 4))[None, :, None, None] * WK
-    at_x = tile_of_x * 64 + gl.arange(0, 64, along(PAIRS, 3, 4))[None, None, None, :]
+    pair = gl.arange(0, 64, along(PAIRS, 3, 4))[None, None, None, :]
+    eight, within = tile_of_x * 64 + pair // 8 * 8, pair % 8
     from_pair = gl.load(order + first + gl.minimum(gl.arange(0, BM, along(PAIRS, 2, 4)), count - 1))
-    from_x = x + (from_pair // PAIRS_PER_ROW).to(gl.int64)[None, None, :, None] * x_stride + at_x
+    from_x = x + (from_pair // PAIRS_PER_ROW).to(gl.int64)[None, None, :, None] * x_stride
 
     words = gl.load(at_codes + gl.minimum(tile, KT - 1) * 128)
     if AHEAD:
-        pairs = _load_pairs(from_x, at_x, 0, K, EVEN)
+        pairs = _load_pairs(from_x, eight, within, 0, K)
     warp = gl.arange(0, WK, gl.SliceLayout(1, ROWS))
     if FP4:
         lane = gl.arange(0, 32, along(LANES, 4, 5))[None, None, None, None, :]
@@ -210,7 +215,7 @@ def direct_experts_kernel(
         own_row = _blocks_of_rows(program * RB, expert, eights, RB, GATED, LANES) * 8 + lane // 4
         at_scales = scales + own_row.to(gl.int64) * PITCH
         shift = lane % 4 // 2 * 8
-        scale = gl.load(at_scales + gl.minimum(own_tile, KT - 1))
+        scale = gl.load(at_scales + own_tile, mask=own_tile < KT, other=0)
     else:
         place = gl.arange(0, BN, gl.SliceLayout(0, ROWS))
         weight_row = gl.minimum(weight_row_at(place, column, columns, GATED), all_rows - 1) + expert * all_rows
@@ -219,32 +224,34 @@ def direct_experts_kernel(
         ones = gl.full([WK, BN, 16], 1.0, dtype, gl.DotOperandLayout(0, PARTS, 2))
 
     acc = gl.zeros([WK, BN, BM], gl.float32, PARTS)
-    for begin in range(0, KT, STRIDE):
-        done = begin + STRIDE
-        next_words = gl.load(at_codes + gl.minimum(tile + done, KT - 1) * 128)
-        if FP4:
-            next_scale = gl.load(at_scales + gl.minimum(own_tile + done, KT - 1))
-        else:
-            next_scale = _load_group_scales(at_scales, warp, done, KT, K // G, G, WK, UNITS)
-        if AHEAD:
-            next_pairs = _load_pairs(from_x, at_x, gl.minimum(done, LAST) if EVEN else done, K, EVEN)
-        else:
-            pairs = _load_pairs(from_x, at_x, begin, K, EVEN)
-        own_words = gl.permute(gl.reshape(words, [WK, UNITS, RB, 2, 32, 2, 2]), (0, 2, 3, 4, 5, 6, 1))
-        own_pairs = gl.permute(gl.reshape(pairs, [WK, UNITS, BM, 2, 4, 2, 2, 2]), (0, 2, 3, 4, 7, 5, 6, 1))
-        own_words, own_pairs = by_unit(own_words, UNITS), by_unit(own_pairs, UNITS)
-        if FP4:
-            low = by_unit(gl.permute(_factors(scale, shift), (0, 2, 3, 4, 1)), UNITS)
-            high = by_unit(gl.permute(_factors(scale, shift + 16), (0, 2, 3, 4, 1)), UNITS)
-        for unit in gl.static_range(UNITS):
+    # Two steps in a turn of the loop: what is loaded ahead changes places without being moved.
+    for begin in range(0, KT, 2 * STRIDE):
+        for step in gl.static_range(2):
+            done = begin + (step + 1) * STRIDE
+            next_words = gl.load(at_codes + gl.minimum(tile + done, KT - 1) * 128)
             if FP4:
-                acc = _multiply_floats(own_words[unit], own_pairs[unit], low[unit], high[unit], acc)
+                next_scale = gl.load(at_scales + done + own_tile, mask=own_tile + done < KT, other=0)
             else:
-                own = scale[unit * PER_UNIT : (unit + 1) * PER_UNIT]
-                acc = multiply_codes(own_words[unit], own_pairs[unit], own, own, acc, ones, dtype, ONE, False)
-        words, scale = next_words, next_scale
-        if AHEAD:
-            pairs = next_pairs
+                next_scale = _load_group_scales(at_scales, warp, done, KT, K // G, G, WK, UNITS)
+            if AHEAD:
+                next_pairs = _load_pairs(from_x, eight, within, done, K)
+            else:
+                pairs = _load_pairs(from_x, eight, within, done - STRIDE, K)
+            own_words = gl.permute(gl.reshape(words, [WK, UNITS, RB, 2, 32, 2, 2]), (0, 2, 3, 4, 5, 6, 1))
+            own_pairs = gl.permute(gl.reshape(pairs, [WK, UNITS, BM, 2, 4, 2, 2, 2]), (0, 2, 3, 4, 7, 5, 6, 1))
+            own_words, own_pairs = by_unit(own_words, UNITS), by_unit(own_pairs, UNITS)
+            if FP4:
+                low = by_unit(gl.permute(_factors(scale, shift), (0, 2, 3, 4, 1)), UNITS)
+                high = by_unit(gl.permute(_factors(scale, shift + 16), (0, 2, 3, 4, 1)), UNITS)
+            for unit in gl.static_range(UNITS):
+                if FP4:
+                    acc = _multiply_floats(own_words[unit], own_pairs[unit], low[unit], high[unit], acc)
+                else:
+                    own = scale[unit * PER_UNIT : (unit + 1) * PER_UNIT]
+                    acc = multiply_codes(own_words[unit], own_pairs[unit], own, own, acc, ones, dtype, ONE, False)
+            words, scale = next_words, next_scale
+            if AHEAD:
+                pairs = next_pairs
 
     acc = gl.sum(gl.convert_layout(acc, TOGETHER), 0)
     if BIAS:

@@ -92,8 +92,8 @@ class CodedRows:
     codes: Tensor
     """uint8 [N, K / 2] in the order of ``in_tiles``, of floats as FP4_PLACES of decode.py says; K is whole tiles"""
     scales: Tensor
-    """[N, K / G] in float32 or float16; in uint8 exponents of powers of 2, to which 127 is added; rows begin at words
-    of 4 bytes"""
+    """[N, K / G] in float32 or float16; of floats also in uint8, exponents of powers of 2 to which 253 is added; rows
+    begin at words of 4 bytes"""
     columns: int
     """Columns of the weights; codes behind them stand for 0."""
     fp4: bool
