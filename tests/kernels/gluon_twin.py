@@ -1,7 +1,8 @@
 """Kernels in Gluon, executed in torch: a program after another, without layouts, which no value depends on.
 
-Triton's interpreter does not run Gluon. This has the operations that the kernels of linear/direct.py and
-experts/direct.py take.
+Triton's interpreter does not run Gluon. This has the operations that the kernels of
+linear/direct.py, experts/direct.py and
+recurrent/delta_step.py take.
 """
 
 from __future__ import annotations
@@ -52,6 +53,40 @@ class Pointer:
         return torch.where(mask, at, 0), mask
 
 
+class Shared:
+    """A tile in shared memory."""
+
+    def __init__(self, tile: torch.Tensor) -> None:
+        self.tile, self.dtype, self.shape = tile, tile.dtype, list(tile.shape)
+
+    def index(self, row: int) -> Shared:
+        return Shared(self.tile[int(row)])
+
+    def load(self, layout: None) -> Value:
+        return self.tile.clone().as_subclass(Value)
+
+    def store(self, value: torch.Tensor) -> None:
+        assert value.shape == self.shape
+        self.tile.copy_(value)
+
+    def _reinterpret(self, dtype: torch.dtype, shape: list[int], layout: None) -> Shared:
+        return Shared(self.tile.view(dtype).view(shape))
+
+
+class AsyncCopy:
+    """Stands for ``async_copy``: each copy is over at once."""
+
+    @staticmethod
+    def async_copy_global_to_shared(shared: Shared, pointer: Pointer, mask: torch.Tensor) -> None:
+        shared.store(Language.load(pointer, mask, float("nan")))
+
+    @staticmethod
+    def commit_group() -> None: ...
+
+    @staticmethod
+    def wait_group(count: int) -> None: ...
+
+
 class Language:
     """Stands for ``triton.experimental.gluon.language`` in a program."""
 
@@ -59,11 +94,13 @@ class Language:
     int16, int32, int64 = torch.int16, torch.int32, torch.int64
     constexpr = staticmethod(lambda value: value)
     static_range = staticmethod(range)
+    exp, log, abs, rsqrt, where = map(staticmethod, (torch.exp, torch.log, torch.abs, torch.rsqrt, torch.where))
+    thread_barrier = staticmethod(lambda: None)
 
     def __init__(self, program: Sequence[int], grid: Sequence[int]) -> None:
         self.program_id, self.num_programs = program.__getitem__, grid.__getitem__
-        for layout in ("Blocked", "Slice", "DotOperand", "NVMMADistributed", "DistributedLinear"):
-            setattr(self, f"{layout}Layout", lambda *_: None)
+        for kind in ("Blocked", "Slice", "DotOperand", "NVMMADistributed", "DistributedLinear", "SwizzledShared"):
+            setattr(self, f"{kind}Layout", lambda *_: None)
 
     @staticmethod
     def arange(first: int, last: int, layout: None) -> Value:
@@ -93,13 +130,21 @@ class Language:
         return torch.minimum(torch.as_tensor(a), torch.as_tensor(b))
 
     @staticmethod
+    def maximum(a: Any, b: Any) -> torch.Tensor:
+        return torch.maximum(torch.as_tensor(a), torch.as_tensor(b))
+
+    @staticmethod
+    def allocate_shared_memory(dtype: torch.dtype, shape: list[int], layout: None) -> Shared:
+        return Shared(torch.full(shape, float("nan"), dtype=dtype))
+
+    @staticmethod
     def load(pointer: Pointer, mask: torch.Tensor | None = None, other: float = 0) -> Value:
         at, meant = pointer.places(mask)
         loaded = pointer.memory[at]
         return (loaded if meant is None else torch.where(meant, loaded, other)).as_subclass(Value)
 
     @staticmethod
-    def store(pointer: Pointer, value: torch.Tensor, mask: torch.Tensor) -> None:
+    def store(pointer: Pointer, value: torch.Tensor, mask: torch.Tensor, cache_modifier: str = "") -> None:
         at, meant = pointer.places(mask)
         assert meant is not None
         pointer.memory[at[meant]] = value.as_subclass(torch.Tensor)[meant]

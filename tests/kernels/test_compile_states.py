@@ -65,7 +65,7 @@ def test_layers_with_a_state_compile(tmp_path):
     compiled = run(tmp_path, "-c", LAYERS, "90", AMOUNT)
     wait = ":griddepcontrol.wait"
     names = (
-        "_conv_kernel", "_shift_kernel", "_delta_kernel", "_mamba_kernel", "_gate_kernel", "_inverse_kernel",
-        "_delta_chunks_kernel", "_mamba_chunks_kernel",
+        "_conv_kernel", "_shift_kernel", "_delta_kernel", "_delta_step_kernel", "_mamba_kernel", "_gate_kernel",
+        "_inverse_kernel", "_delta_chunks_kernel", "_mamba_chunks_kernel",
     )  # fmt: skip
     assert set(compiled) == {*(name + wait for name in names), "_copy_states"}, "a kernel that spills says so"

@@ -1,0 +1,267 @@
+"""Gated DeltaNet in steps whose rows have one token each, on Hopper: a mixer is one kernel, in Gluon.
+
+A unit of work is a key head of a token, with the value heads that share it. Nobody else reads their part of the states,
+so that it also writes what the next step convolves. A program takes units in turn, and heads of a unit. The states of
+the next heads are copied to shared memory while it computes, the first ones before it waits for its inputs: they were
+written a step ago.
+"""
+# mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call, import-untyped"
+# mypy: disable-error-code="assignment, var-annotated, unreachable, misc, no-redef"
+# ruff: noqa: RUF005 - Triton knows no starred items in a tuple
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+import triton
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from asyncengine.kernels.cuda.gpu import Gpu
+from asyncengine.kernels.cuda.launch.gluon import GluonKernel
+from asyncengine.kernels.cuda.launch.programmatic import launch_options
+from asyncengine.kernels.cuda.recurrent.conv import Mixed
+from asyncengine.kernels.cuda.rows.tensors import check, empty_rows
+from asyncengine.kernels.cuda.step.tensors import DeviceStep
+from asyncengine.kernels.states import DeltaNet
+
+_WARPS = 8
+_MOST_BUFFERS = 3
+
+
+def step_buffers(mixer: DeltaNet, gpu: Gpu) -> int:
+    """States of heads that fit into shared memory, or 0 if the kernel does not run for this mixer."""
+    size, dim = mixer.key_dim, mixer.value_dim
+    copied = size * dim * mixer.state_dtype.itemsize
+    whole = all(triton.next_power_of_2(n) == n >= _WARPS for n in (size, dim)) and copied >= 16 * 32 * _WARPS
+    fits = whole and size * dim <= 128 * 128 and len(mixer.conv.weight) > 1
+    return min(_MOST_BUFFERS, gpu.tile_bytes // copied) if fits and gpu.tma else 0
+
+
+def delta_step(x: Tensor, mixer: DeltaNet, mixed: Mixed, step: DeviceStep, gpu: Gpu, *, pdl: bool) -> Tensor:
+    """``Ops.delta_net`` in a step of single tokens, which are convolved here: [T, mixer.inner].
+
+    ``mixed`` has the states, and x is what ``begin_mixer`` has checked.
+    """
+    heads, size, dim, conv = len(mixer.decay), mixer.key_dim, mixer.value_dim, mixer.conv
+    check(mixer.norm, torch.float32, (dim,), "norm")
+    kept, floats, vector = mixed.kept, mixed.floats, 16 // mixer.state_dtype.itemsize
+    out, units = empty_rows(len(x), mixer.inner, x.dtype, x.device), len(x) * mixer.key_heads
+    share, programs = heads // mixer.key_heads, min(units, gpu.multiprocessors)
+    _delta_step_kernel[(programs,)](
+        x,
+        kept,
+        floats,
+        conv.weight,
+        conv.weight if conv.bias is None else conv.bias,
+        mixer.decay,
+        mixer.dt_bias,
+        mixer.norm,
+        step.token_slot,
+        step.positions,
+        out,
+        units,
+        x.stride(0),
+        kept.stride(0) // vector,  # for the compiler to know what it is a multiple of
+        floats.stride(0),
+        size**-0.5,
+        mixer.eps,
+        KEY_HEADS=mixer.key_heads,
+        SHARE=share,
+        SHARE_TILE=triton.next_power_of_2(share),
+        KEYS=size,
+        VALUES=dim,
+        SIZE=len(conv.weight),
+        BIAS=conv.bias is not None,
+        BUFFERS=min(step_buffers(mixer, gpu), share * triton.cdiv(units, programs)),
+        VECTOR=vector,
+        WARPS=_WARPS,
+        num_warps=_WARPS,
+        **launch_options(pdl),
+    )
+    return out
+
+
+@gluon.jit
+def _sigmoid(value):
+    return 1.0 / (1.0 + gl.exp(-value))
+
+
+@gluon.jit
+def _softplus(value):
+    return gl.maximum(value, 0.0) + gl.log(1.0 + gl.exp(-gl.abs(value)))
+
+
+@gluon.jit
+def _load_inputs(source, before, column, inside, begun, CHANNELS: gl.constexpr, SIZE: gl.constexpr):
+    """Inputs of some channels, from the earliest one that is kept to the token's own."""
+    inputs = ()
+    for k in gl.static_range(SIZE - 1):
+        inputs = inputs + (gl.load(before + k * CHANNELS + column, mask=inside & begun, other=0.0),)
+    return inputs + (gl.load(source + column, mask=inside, other=0.0).to(gl.float32),)
+
+
+@gluon.jit
+def _convolve(inputs, weight, bias, column, inside, CHANNELS: gl.constexpr, SIZE: gl.constexpr, BIAS: gl.constexpr):
+    """Activated results of some channels."""
+    y = inputs[0] * gl.load(weight + column, mask=inside, other=0.0)
+    for k in gl.static_range(1, SIZE):
+        y += inputs[k] * gl.load(weight + k * CHANNELS + column, mask=inside, other=0.0)
+    if BIAS:
+        y += gl.load(bias + column, mask=inside, other=0.0)
+    return y * _sigmoid(y)
+
+
+@gluon.jit
+def _keep(inputs, before, column, inside, CHANNELS: gl.constexpr, SIZE: gl.constexpr):
+    """All inputs but the earliest become what is kept."""
+    for k in gl.static_range(1, SIZE):
+        gl.store(before + (k - 1) * CHANNELS + column, inputs[k], mask=inside)
+
+
+@gluon.jit
+def _fetch(states, slot, head, wanted, place, buffer, state_stride, NUMBERS: gl.constexpr):
+    """Ask for the state of a head."""
+    source = states + gl.maximum(slot, 0).to(gl.int64) * state_stride + head * NUMBERS + place
+    async_copy.async_copy_global_to_shared(buffer, source, mask=(place >= 0) & (wanted & (slot >= 0)))
+    async_copy.commit_group()
+
+
+@gluon.jit
+def _row(tile, row: gl.constexpr):
+    """A row of a tile in shared memory."""
+    return tile._reinterpret(tile.dtype, tile.shape, gl.SwizzledSharedLayout(1, 1, 1, [0])).index(row)
+
+
+@partial(GluonKernel, do_not_specialize=["units"])
+def _delta_step_kernel(
+    x,
+    states,
+    conv_states,
+    weight,
+    conv_bias,
+    decay,
+    dt_bias,
+    norm,
+    token_slot,
+    positions,
+    out,
+    units,
+    x_stride,
+    state_stride,
+    conv_stride,
+    scale,
+    eps,
+    KEY_HEADS: gl.constexpr,
+    SHARE: gl.constexpr,
+    SHARE_TILE: gl.constexpr,
+    KEYS: gl.constexpr,
+    VALUES: gl.constexpr,
+    SIZE: gl.constexpr,
+    BIAS: gl.constexpr,
+    BUFFERS: gl.constexpr,
+    VECTOR: gl.constexpr,
+    WARPS: gl.constexpr,
+    PDL: gl.constexpr,
+):
+    """The state that is head h of a program's unit u is its number u * SHARE + h, and lies in the buffer of that number
+    modulo BUFFERS. VECTOR: numbers of a state that a thread copies at once."""
+    HEADS: gl.constexpr = KEY_HEADS * SHARE
+    INNER: gl.constexpr = HEADS * VALUES
+    CHANNELS: gl.constexpr = 2 * KEY_HEADS * KEYS + INNER
+    NUMBERS: gl.constexpr = KEYS * VALUES
+    state_stride *= VECTOR
+    ACROSS: gl.constexpr = VALUES // VECTOR if VALUES < 32 * VECTOR else 32
+    STATE: gl.constexpr = gl.BlockedLayout(
+        [KEYS * ACROSS // (32 * WARPS), VECTOR], [32 // ACROSS, ACROSS], [WARPS, 1], [1, 0]
+    )
+    ROWS: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [2, WARPS // 2], [1, 0])
+    OF_HEADS: gl.constexpr = gl.SliceLayout(1, gl.BlockedLayout([SHARE_TILE, 1], [1, 32], [1, WARPS], [1, 0]))
+    TILE: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+    buffers = gl.allocate_shared_memory(
+        states.dtype.element_ty, [BUFFERS, KEYS, VALUES], gl.SwizzledSharedLayout(VECTOR, 1, 1, [1, 0])
+    )
+    keys_shared = gl.allocate_shared_memory(gl.float32, [2, KEYS], TILE)
+    values_shared = gl.allocate_shared_memory(gl.float32, [SHARE_TILE, VALUES], TILE)
+    results_shared = gl.allocate_shared_memory(gl.float32, [SHARE_TILE, VALUES], TILE)
+
+    first, step = gl.program_id(0), gl.num_programs(0)
+    place = gl.arange(0, KEYS, gl.SliceLayout(1, STATE))[:, None] * VALUES
+    place = place + gl.arange(0, VALUES, gl.SliceLayout(0, STATE))[None, :]
+    which = gl.arange(0, 2, gl.SliceLayout(1, ROWS))[:, None]
+    key = gl.arange(0, KEYS, gl.SliceLayout(0, ROWS))[None, :]
+    one = gl.arange(0, SHARE_TILE, gl.SliceLayout(1, ROWS))[:, None]
+    value = gl.arange(0, VALUES, gl.SliceLayout(0, ROWS))[None, :]
+    of_heads = gl.arange(0, SHARE_TILE, OF_HEADS)
+    gain = gl.load(norm + value)
+    for ahead in gl.static_range(BUFFERS):
+        early = first + ahead // SHARE * step
+        early_slot = gl.load(token_slot + gl.minimum(early, units - 1) // KEY_HEADS)
+        early_head = early % KEY_HEADS * SHARE + ahead % SHARE
+        _fetch(states, early_slot, early_head, early < units, place, buffers.index(ahead), state_stride, NUMBERS)
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+
+    number = 0
+    for unit in range(first, units, step):
+        group, token = unit % KEY_HEADS, unit // KEY_HEADS
+        slot = gl.load(token_slot + token)
+        position = gl.load(positions + token)
+        later = ()
+        for h in gl.static_range(SHARE):
+            next_unit = gl.minimum(unit + (h + BUFFERS) // SHARE * step, units - 1)
+            later = later + (gl.load(token_slot + next_unit // KEY_HEADS),)
+        there = slot >= 0
+        begun = there & (position > 0)
+        home = gl.maximum(slot, 0).to(gl.int64)
+        before, source = conv_states + home * conv_stride, x + token * x_stride
+        of_keys = (which * KEY_HEADS + group) * KEYS + key
+        own = (group * SHARE + one) * VALUES + value
+        of_values = 2 * KEY_HEADS * KEYS + own
+        in_keys, in_own = (key >= 0) & (which >= 0) & there, (value >= 0) & (one < SHARE) & there
+        keys = _load_inputs(source, before, of_keys, in_keys, begun, CHANNELS, SIZE)
+        values = _load_inputs(source, before, of_values, in_own, begun, CHANNELS, SIZE)
+        factor = gl.load(source + CHANNELS + own, mask=in_own, other=0.0).to(gl.float32)
+        head, known = group * SHARE + of_heads, (of_heads < SHARE) & there
+        rates = _sigmoid(gl.load(source + CHANNELS + INNER + head, mask=known, other=0.0).to(gl.float32))
+        times = gl.load(source + CHANNELS + INNER + HEADS + head, mask=known, other=0.0).to(gl.float32)
+        times += gl.load(dt_bias + head, mask=known, other=0.0)
+        fades = gl.exp(gl.load(decay + head, mask=known, other=0.0) * _softplus(times))
+        made = _convolve(keys, weight, conv_bias, of_keys, in_keys, CHANNELS, SIZE, BIAS)
+        made *= gl.rsqrt(gl.sum(made * made, 1) + 1e-6)[:, None]
+        made *= gl.where(which == 0, scale, 1.0)
+        gl.thread_barrier()  # what was in shared memory for the unit before has been read
+        keys_shared.store(made)
+        values_shared.store(_convolve(values, weight, conv_bias, of_values, in_own, CHANNELS, SIZE, BIAS))
+        gl.thread_barrier()  # all have read the inputs that change now
+        _keep(keys, before, of_keys, in_keys, CHANNELS, SIZE)
+        _keep(values, before, of_values, in_own, CHANNELS, SIZE)
+        q = _row(keys_shared, 0).load(gl.SliceLayout(1, STATE))
+        k = _row(keys_shared, 1).load(gl.SliceLayout(1, STATE))
+        for h in gl.static_range(SHARE):
+            async_copy.wait_group(BUFFERS - 1)
+            buffer = buffers.index(number % BUFFERS)
+            state = gl.where(begun, buffer.load(STATE).to(gl.float32), 0.0)
+            next_unit = unit + (h + BUFFERS) // SHARE * step
+            next_head = next_unit % KEY_HEADS * SHARE + (h + BUFFERS) % SHARE
+            _fetch(states, later[h], next_head, next_unit < units, place, buffer, state_stride, NUMBERS)
+            number += 1
+            kept = gl.sum(gl.where(of_heads == h, fades, 0.0), 0) * state
+            rate = gl.sum(gl.where(of_heads == h, rates, 0.0), 0)
+            change = rate * (_row(values_shared, h).load(gl.SliceLayout(0, STATE)) - gl.sum(k[:, None] * kept, 0))
+            new = kept + k[:, None] * change[None, :]
+            target = states + home * state_stride + (group * SHARE + h) * NUMBERS + place
+            gl.store(target, new.to(states.dtype.element_ty), mask=(place >= 0) & there, cache_modifier=".cs")
+            _row(results_shared, h).store(gl.sum(q[:, None] * new, 0))
+        results = results_shared.load(ROWS)
+        results *= gl.rsqrt(gl.sum(results * results, 1) / VALUES + eps)[:, None]
+        results = results * gain * (factor * _sigmoid(factor))
+        results = gl.where(there, results, 0.0)
+        at = out + token * INNER + own
+        gl.store(at, results.to(out.dtype.element_ty), mask=(value >= 0) & (one < SHARE))
+    async_copy.wait_group(0)
