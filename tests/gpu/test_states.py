@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -81,7 +82,8 @@ REAL_LAYERS = {
 def test_layers_of_real_sizes_equal_the_plain_recurrence(name: str, dtype: torch.dtype) -> None:
     torch.manual_seed(2)
     run_, tolerance = Run(REAL_LAYERS[name](), torch.device("cuda")), 1e-3 if dtype == torch.float32 else 4e-2
-    run_.ops = CudaOps(run_.device, CudaOptions(pdl=True, gpu=examine(run_.device)))
+    card = replace(examine(run_.device), multiprocessors=32)  # for which three rows are many
+    run_.ops = CudaOps(run_.device, CudaOptions(pdl=True, gpu=card))
     if "bfloat16" in name:
         tolerance = max(tolerance, 2e-2)
     steps: list[tuple[Rows, bool]] = [

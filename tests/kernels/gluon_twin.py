@@ -1,8 +1,7 @@
 """Kernels in Gluon, executed in torch: a program after another, without layouts, which no value depends on.
 
-Triton's interpreter does not run Gluon. This has the operations that the kernels of
-linear/direct.py, experts/direct.py and
-recurrent/delta_step.py take.
+Triton's interpreter does not run Gluon. This has the operations that the kernels of linear/direct.py,
+experts/direct.py and recurrent/delta_step.py take.
 """
 
 from __future__ import annotations
@@ -94,7 +93,7 @@ class Language:
     int16, int32, int64 = torch.int16, torch.int32, torch.int64
     constexpr = staticmethod(lambda value: value)
     static_range = staticmethod(range)
-    exp, log, abs, rsqrt, where = map(staticmethod, (torch.exp, torch.log, torch.abs, torch.rsqrt, torch.where))
+    exp, log, abs, rsqrt = map(staticmethod, (torch.exp, torch.log, torch.abs, torch.rsqrt))
     thread_barrier = staticmethod(lambda: None)
 
     def __init__(self, program: Sequence[int], grid: Sequence[int]) -> None:

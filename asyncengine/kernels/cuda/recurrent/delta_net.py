@@ -17,7 +17,7 @@ from asyncengine.kernels.cuda.launch.compiling import kernel
 from asyncengine.kernels.cuda.launch.programmatic import launch_options, wait
 from asyncengine.kernels.cuda.recurrent.chunks import LOOPED, computes_chunks, delta_chunks
 from asyncengine.kernels.cuda.recurrent.conv import begin_mixer, convolve_token
-from asyncengine.kernels.cuda.recurrent.delta_step import delta_step, step_buffers
+from asyncengine.kernels.cuda.recurrent.delta_step import delta_step, takes_step
 from asyncengine.kernels.cuda.recurrent.gate import gate_rows, softplus
 from asyncengine.kernels.cuda.recurrent.tiles import head_tile
 from asyncengine.kernels.cuda.rows.tensors import check
@@ -47,7 +47,7 @@ def delta_net(
     check(mixer.decay, torch.float32, (heads,), "decay")
     check(mixer.dt_bias, torch.float32, (heads,), "dt_bias")
     mixed, kept, floats = both = begin_mixer(x, x, mixer, size, states, step, single=single, pdl=pdl)
-    if single and not invariant and step_buffers(mixer, gpu):
+    if single and not invariant and takes_step(mixer, len(x), gpu):
         return delta_step(x, mixer, both, step, gpu, pdl=pdl)
     channels = conv.weight.shape[1]
     out = torch.empty(len(x), inner, dtype=torch.float32, device=x.device)

@@ -33,6 +33,11 @@ _WARPS = 8
 _MOST_BUFFERS = 3
 
 
+def takes_step(mixer: DeltaNet, tokens: int, gpu: Gpu) -> bool:
+    """Return whether the kernel runs for this mixer, and a step has work for at least half of the card's programs."""
+    return step_buffers(mixer, gpu) > 0 and 2 * tokens * mixer.key_heads >= gpu.multiprocessors
+
+
 def step_buffers(mixer: DeltaNet, gpu: Gpu) -> int:
     """States of heads that fit into shared memory, or 0 if the kernel does not run for this mixer."""
     size, dim = mixer.key_dim, mixer.value_dim
@@ -77,7 +82,7 @@ def delta_step(x: Tensor, mixer: DeltaNet, mixed: Mixed, step: DeviceStep, gpu: 
         VALUES=dim,
         SIZE=len(conv.weight),
         BIAS=conv.bias is not None,
-        BUFFERS=min(step_buffers(mixer, gpu), share * triton.cdiv(units, programs)),
+        BUFFERS=step_buffers(mixer, gpu) if units > programs else 1,
         VECTOR=vector,
         WARPS=_WARPS,
         num_warps=_WARPS,
