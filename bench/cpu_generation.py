@@ -156,9 +156,7 @@ def save_checkpoint(shape: Path, directory: Path, dtype: str) -> None:
 
     torch.manual_seed(0)
     config = AutoConfig.from_pretrained(shape)
-    model = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
-        config, dtype=getattr(torch, dtype)
-    )
+    model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype))
     model.save_pretrained(directory)
     placeholder_tokenizer(config.vocab_size).backend.save(str(directory / "tokenizer.json"))
 
@@ -231,10 +229,8 @@ def transformers_side(directory: Path) -> Answer:
     import torch
     from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, GenerationConfig
 
-    model = AutoModelForCausalLM.from_pretrained(directory, dtype="auto").eval()  # type: ignore[no-untyped-call]
-    model.generation_config = GenerationConfig(  # type: ignore[no-untyped-call]
-        do_sample=False, eos_token_id=None, pad_token_id=0
-    )
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype="auto").eval()
+    model.generation_config = GenerationConfig(do_sample=False, eos_token_id=None, pad_token_id=0)
     model.config.eos_token_id = None
 
     def static(work: Work) -> list[list[int]]:
