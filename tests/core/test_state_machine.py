@@ -259,7 +259,7 @@ def test_a_pool_of_states_refuses_misuse() -> None:
         _core.StatePool(2, 1)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", WALKS)
 def test_scheduler_on_a_random_walk(name: str) -> None:
     lanes = WALKS[name].lanes

@@ -86,6 +86,18 @@ def leave_out_ptxas() -> None:
         CUDABackend.make_cubin = lambda self, source, metadata, options, capability: b""
 
 
+def leave_out_products() -> None:
+    """Have the products of PyTorch's libraries give any numbers: the processor would take seconds for them."""
+    from asyncengine.kernels.cuda.linear.formats.dense import Dense
+    from asyncengine.kernels.cuda.linear.formats.float8 import Float8
+
+    for form in (Dense, Float8):  # cuBLAS's and the scaled product
+        form.product = lambda self, x, weight, bias, dtype, tile_rows=0: (  # type: ignore[method-assign]
+            torch.empty(len(x), len(weight), dtype=dtype)
+        )
+    torch.addmm = lambda to, x, weight, out: out  # type: ignore[assignment]
+
+
 def install(target: int = HOPPER) -> dict[str, Any]:
     """Let launches compile for ``target`` from now on. Returns the kernels compiled so far, by name and constants."""
     leave_out_ptxas()
@@ -187,6 +199,7 @@ def main(target: str, directory: str, dtype: str, quantization: Quantization = "
     from asyncengine.runner.steps.model_runner import load_model
 
     compiled = install(int(target))
+    leave_out_products()
     config = EngineConfig(
         model=directory, dtype=dtype, load_format="dummy", max_num_seqs=4, max_num_batched_tokens=64, num_kv_blocks=8,
         max_model_len=128, quantization=quantization, staging="mapped",  # which has a kernel more

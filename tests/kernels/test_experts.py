@@ -167,7 +167,7 @@ FORMS: dict[str, tuple[Callable[[Tensor], PackedWeight], int, int]] = {
 }
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("name", FORMS)
 @pytest.mark.parametrize("case", CASES)
 def test_mixtures_are_those_of_plain_operations(device: torch.device, case: str, name: str) -> None:

@@ -89,6 +89,7 @@ def test_a_prompt_goes_on_from_a_snapshot(saved, variant):
     asyncio.run(main())
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("variant", "blocks"),
     [pytest.param("qwen3.5", 64, marks=pytest.mark.exhaustive), ("qwen3.5", 6), ("mamba2", 6)],

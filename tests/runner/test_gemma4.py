@@ -55,7 +55,9 @@ def test_the_real_shape_has_plans_for_both_kinds_of_layer(tmp_path: Path) -> Non
     last = shape["layer_types"].index("full_attention") + 1  # layers repeat from there on
     shape |= {"num_hidden_layers": last, "layer_types": shape["layer_types"][:last]}
     (tmp_path / "config.json").write_text(json.dumps(shape))
-    config = EngineConfig(model=str(tmp_path), load_format="dummy", max_num_seqs=8, max_num_batched_tokens=64)
+    config = EngineConfig(
+        model=str(tmp_path), load_format="dummy", max_num_seqs=2, max_num_batched_tokens=32, max_model_len=2048
+    )
     kinds = attention_kinds(read_model_config(config), torch.bfloat16)
     assert [(kind.shape.num_kv_heads, kind.shape.head_dim, kind.window) for kind in kinds] == [
         (2, 512, 0), (8, 256, 1024)

@@ -31,9 +31,10 @@ from asyncengine.engine.constraints.masks import Constraint
 from asyncengine.engine.constraints.reasoning import Reasoning
 from asyncengine.text.sandbox import SandboxProcess
 from asyncengine.text.tokenizer import Tokenizer
+from tests.amounts import sample_of
 
 PROMPT = "Once upon a time"
-PRIMES = (99999989, 99999971, 99999959)
+PRIMES = sample_of((99999989, 99999971, 99999959), (99999989, 99999971))
 MIB = 1 << 20
 
 
