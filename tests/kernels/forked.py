@@ -21,7 +21,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 WITHOUT_PTXAS = "KERNELS_WITHOUT_PTXAS"
-"""Environment variable with which kernels compile to PTX and no further. Registers are then not known."""
+"""Environment variable with which kernels compile to PTX and no further, or, for tests of what
+compiles when, end before LLVM. Registers are then not known."""
 
 
 def run_forked(arguments: Sequence[str], **environment: str) -> list[str]:
