@@ -14,6 +14,7 @@ from asyncengine import AsyncEngine, SamplingParams
 from asyncengine.kernels.cuda.attention import expanded
 from asyncengine.kernels.cuda.attention.context import ContextPlan
 from asyncengine.kernels.cuda.attention.latent import LatentPlan, choose_plan, latent_attention
+from asyncengine.kernels.cuda.attention.latent_decode import fits_decode
 from asyncengine.kernels.cuda.attention.latent_run import LatentPlans, attend, by_head, choose_plans
 from asyncengine.kernels.cuda.step.tensors import allocate_step
 from asyncengine.kernels.cuda.trials import examine
@@ -25,7 +26,7 @@ from asyncengine.models.rotary import RopeConfig, rotary_table
 from asyncengine.text.tokenizer import placeholder_tokenizer
 from tests.models import tiny
 
-RANK, ROPE, BLOCK_SIZE, CONTEXT = 512, 64, 16, 1100
+RANK, ROPE, BLOCK_SIZE, CONTEXT = 512, 64, 16, 5000
 PROMPTS = [[(7 * i + 3 * n) % tiny.VOCAB_SIZE for i in range(20 + 9 * n)] for n in range(4)]
 COUNT = 8
 
@@ -69,6 +70,7 @@ class Rows:
         return choose_plan(
             self.step.num_rows, self.step.num_tokens, self.layer.num_heads, self.q.dtype, gpu.multiprocessors,
             float8=self.cache.scales is not None,
+            transposed=self.step.num_tokens == self.step.num_rows and fits_decode(self.layer, self.q.dtype, gpu),
         )  # fmt: skip
 
     def run(self, plan: LatentPlan) -> Tensor:
@@ -119,6 +121,8 @@ needs_float8 = pytest.mark.skipif(
 STEPS = {
     "a row": [(1000, 1)],
     "an empty row": [(0, 1)],
+    "a long row": [(4900, 1)],
+    "long rows": [(1237 * i % 4999, 1) for i in range(8)],
     "rows": [(17 * i % 1000, 1) for i in range(64)],
     "a prompt": [(0, 700)],
     "chunks and rows": [(500, 1), (3, 1), (900, 1), (128, 200), (0, 33)],

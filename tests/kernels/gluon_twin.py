@@ -1,7 +1,7 @@
 """Kernels in Gluon, executed in torch: a program after another, without layouts, which no value depends on.
 
 Triton's interpreter does not run Gluon. This has the operations that the kernels of linear/direct.py,
-experts/direct.py and recurrent/delta_step.py take.
+experts/direct.py, recurrent/delta_step.py and attention/latent_decode.py take.
 """
 
 from __future__ import annotations
@@ -61,6 +61,9 @@ class Shared:
     def index(self, row: int) -> Shared:
         return Shared(self.tile[int(row)])
 
+    def permute(self, order: Sequence[int]) -> Shared:
+        return Shared(self.tile.permute(tuple(order)))
+
     def load(self, layout: None) -> Value:
         return self.tile.clone().as_subclass(Value)
 
@@ -76,7 +79,7 @@ class AsyncCopy:
     """Stands for ``async_copy``: each copy is over at once."""
 
     @staticmethod
-    def async_copy_global_to_shared(shared: Shared, pointer: Pointer, mask: torch.Tensor) -> None:
+    def async_copy_global_to_shared(shared: Shared, pointer: Pointer, mask: torch.Tensor | None = None) -> None:
         shared.store(Language.load(pointer, mask, float("nan")))
 
     @staticmethod
@@ -94,6 +97,7 @@ class Language:
     constexpr = staticmethod(lambda value: value)
     static_range = staticmethod(range)
     exp, log, abs, rsqrt = map(staticmethod, (torch.exp, torch.log, torch.abs, torch.rsqrt))
+    exp2, NVMMASharedLayout = staticmethod(torch.exp2), SimpleNamespace(get_default_for=lambda *_: None)
     thread_barrier = staticmethod(lambda: None)
 
     def __init__(self, program: Sequence[int], grid: Sequence[int]) -> None:
@@ -133,8 +137,13 @@ class Language:
         return torch.maximum(torch.as_tensor(a), torch.as_tensor(b))
 
     @staticmethod
-    def allocate_shared_memory(dtype: torch.dtype, shape: list[int], layout: None) -> Shared:
-        return Shared(torch.full(shape, float("nan"), dtype=dtype))
+    def allocate_shared_memory(
+        dtype: torch.dtype, shape: list[int], layout: None, value: torch.Tensor | None = None
+    ) -> Shared:
+        shared = Shared(torch.full(shape, float("nan"), dtype=dtype))
+        if value is not None:
+            shared.store(value)
+        return shared
 
     @staticmethod
     def load(pointer: Pointer, mask: torch.Tensor | None = None, other: float = 0) -> Value:
@@ -174,6 +183,10 @@ class Language:
         return t.sum(dim)
 
     @staticmethod
+    def max(t: torch.Tensor, dim: int) -> torch.Tensor:
+        return t.amax(dim)
+
+    @staticmethod
     def inline_asm_elementwise(
         text: Any, constraints: str, args: list[torch.Tensor], **options: Any
     ) -> tuple[Value, ...]:
@@ -188,6 +201,11 @@ class Language:
 def mma(a: torch.Tensor, b: torch.Tensor, acc: torch.Tensor) -> torch.Tensor:
     """acc + a b, exact as far as float64 is, in float32."""
     return (acc.double() + a.double() @ b.double()).float()
+
+
+def mma_of_shared(a: Shared, b: Shared, acc: torch.Tensor, *, use_acc: bool = True, is_async: bool) -> torch.Tensor:
+    """``mma`` of tiles in shared memory."""
+    return mma(a.tile, b.tile, acc if use_acc else torch.zeros_like(acc))
 
 
 def run_in_torch(patch: pytest.MonkeyPatch, name: str, *modules: ModuleType, **others: Callable[..., Any]) -> None:

@@ -46,6 +46,8 @@ from tests.kernels.compile_for import install, spills
 compiled = install()
 import torch
 from asyncengine.kernels.cuda.attention.latent import choose_plan, latent_attention
+from asyncengine.kernels.cuda.attention.latent_decode import fits_decode
+from asyncengine.kernels.cuda.gpu import H200
 from asyncengine.kernels.cuda.step.tensors import allocate_step
 from asyncengine.kernels.float8 import FLOAT8
 from asyncengine.kernels.latent import LatentLayer
@@ -60,8 +62,9 @@ for heads in [int(sys.argv[1])]:
         if float8:
             cache = LayerLatentCache(cache.latents.to(FLOAT8), torch.ones(2, 2, 1))
         q, q_rope, new = random(tokens, heads, 512), random(tokens, heads, 256)[..., 192:], random(tokens, 1344)
-        plan = choose_plan(rows, tokens, heads, torch.bfloat16, 132, float8=float8)
-        latent_attention(q, q_rope, new[:, 768:], layer, cache, step, plan, pdl=True)
+        for transposed in (False, fits_decode(layer, torch.bfloat16, H200) and tokens == rows and not float8):
+            plan = choose_plan(rows, tokens, heads, torch.bfloat16, 132, float8=float8, transposed=transposed)
+            latent_attention(q, q_rope, new[:, 768:], layer, cache, step, plan, pdl=True)
 for name, kernel in compiled.items():
     words = ("wgmma", "mma.sync", "griddepcontrol.wait", "cvt.rn.f16x2.e4m3x2", "cvt.rn.satfinite.e4m3x2")
     words = [word for word in words if word in kernel.asm["ptx"]]
@@ -80,6 +83,7 @@ def test_attention_over_latents_compiles(tmp_path, heads):
         f"_latent_store_kernel:{wait}:{narrows}",
         *(f"_latent_kernel:{words}:{wait}" for words in (("mma.sync", "wgmma") if heads == 20 else ("wgmma",))),
         f"_latent_kernel:mma.sync:{wait}:{widens}",
+        *((f"latent_decode_kernel:wgmma:{wait}",) if heads == 20 else ()),
     }
 
 

@@ -8,13 +8,17 @@ import pytest
 import torch
 from torch import Tensor
 
+from asyncengine.kernels.cuda.attention import latent_decode
 from asyncengine.kernels.cuda.attention.latent import LatentPlan, choose_plan, latent_attention
+from asyncengine.kernels.cuda.gpu import H200, L40S
 from asyncengine.kernels.cuda.step.tensors import DeviceStep, allocate_step
 from asyncengine.kernels.float8 import FLOAT8
 from asyncengine.kernels.float8_cache import quantize_heads, with_inverses
 from asyncengine.kernels.latent import LatentLayer
 from asyncengine.kernels.ops import LayerLatentCache
 from asyncengine.models.rotary import RopeConfig, rotary_table
+from tests.kernels.gluon_twin import AsyncCopy, mma_of_shared, run_in_torch
+from tests.kernels.poison import poison_new_memory
 
 BLOCK_SIZE = 4
 ROWS = ((5, 1), (0, 7), (9, 3), (17, 1))
@@ -138,6 +142,41 @@ def test_attention_over_float8_is_that_of_torch(device: torch.device, name: str,
     assert set(changed.tolist()) == set(case.step.slot_mapping[: case.count].tolist())
 
 
+@pytest.mark.parametrize("pieces", [1, 4, 32])
+@pytest.mark.parametrize("heads", [3, 20])
+@torch.inference_mode()
+def test_attention_by_transposed_products_is_that_of_torch(
+    monkeypatch: pytest.MonkeyPatch, device: torch.device, heads: int, pieces: int
+) -> None:
+    """Tokens with fewer pieces than the plan has, and behind what others left in the memory of sums."""
+    if device.type == "cpu":
+        monkeypatch.setattr(latent_decode, "KEYS", 4)
+        monkeypatch.setattr(latent_decode, "LEAST_KEYS", 6)
+        run_in_torch(
+            monkeypatch, "latent_decode_kernel", latent_decode, async_copy=AsyncCopy, warpgroup_mma=mma_of_shared,
+            warpgroup_mma_wait=lambda count, deps: deps[0], fence_async_shared=lambda: None,
+            _piece_count=lambda end, PIECES, LEAST: min(max(int(end) // LEAST, 1), PIECES),
+        )  # fmt: skip
+    poison_new_memory(monkeypatch)
+    case = Case(heads, 128, 16, device, torch.bfloat16)
+    expected = case.by_torch()
+    plan = choose_plan(1 << 20, 1, heads, torch.bfloat16, pieces, transposed=True)
+    assert plan.transposed
+    assert plan.pieces == pieces
+    got = latent_attention(case.q, case.q_rope, case.rows, case.layer, case.cache, case.step, plan)
+    torch.testing.assert_close(got[: case.count].float(), expected, atol=3e-2, rtol=1e-2)
+
+
+def test_which_layers_have_the_kernel_of_transposed_products(device: torch.device) -> None:
+    """Layers of few heads in 16 bits have it, on a card with the instructions of Hopper."""
+    of_glm = Case(20, 512, 64, device, torch.bfloat16).layer
+    assert latent_decode.fits_decode(of_glm, torch.bfloat16, H200)
+    assert not latent_decode.fits_decode(of_glm, torch.float32, H200)
+    assert not latent_decode.fits_decode(of_glm, torch.bfloat16, L40S)
+    assert not latent_decode.fits_decode(of_glm._replace(num_heads=128), torch.bfloat16, H200)
+    assert not latent_decode.fits_decode(of_glm._replace(rank=24), torch.bfloat16, H200)
+
+
 @pytest.mark.parametrize("name", PLANS)
 @torch.inference_mode()
 def test_a_row_without_numbers_spoils_no_other_row(device: torch.device, name: str) -> None:
@@ -191,4 +230,12 @@ def test_plans_fill_the_card_and_share_latents_among_heads() -> None:
     assert [plan.tokens for plan in of] == [1, 1, 2]
     assert choose_plan(8, 8, 128, torch.bfloat16, 132).heads == 64
     assert choose_plan(8, 2048, 16, torch.bfloat16, 132, float8=True)[:2] == (2, 16)
+    few, many = (choose_plan(rows, rows, 20, torch.bfloat16, 132, transposed=True) for rows in (1, 64))
+    assert (few.pieces, many.pieces) == (64, 4)
+    assert few.transposed
+    assert (
+        str(many)
+        == "latent [1 tokens of 32 heads x 64, 8 warps, 2 stages, 4 pieces, transposed] for all rows (formula)"
+    )
+    assert not choose_plan(8, 64, 20, torch.bfloat16, 132, transposed=True).transposed, "prompts have the other kernel"
     assert str(of[0]) == "latent [1 tokens of 32 heads x 32, 8 warps, 3 stages, 16 pieces] for all rows (formula)"

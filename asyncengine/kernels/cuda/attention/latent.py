@@ -16,6 +16,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from asyncengine.kernels.cuda.attention import latent_decode as decode
+from asyncengine.kernels.cuda.attention.latent_decode import piece_count
 from asyncengine.kernels.cuda.attention.paged import dot
 from asyncengine.kernels.cuda.attention.scores import LOG2_E
 from asyncengine.kernels.cuda.launch.compiling import kernel
@@ -36,7 +38,10 @@ from asyncengine.kernels.latent import LatentLayer
 from asyncengine.kernels.ops import LayerLatentCache
 
 _MOST_PIECES = 16
+_MOST_DECODE_PIECES = 64
 _PROGRAMS_PER_SM = 2
+_SUMMED = 16
+"""Pieces that are added up at once."""
 
 
 class LatentPlan(NamedTuple):
@@ -52,20 +57,29 @@ class LatentPlan(NamedTuple):
     stages: int
     pieces: int
     """programs that share the keys of a token; a power of two"""
+    transposed: bool = False
+    """by the kernel of latent_decode.py, which has fewer pieces for a token with few keys"""
 
     def __str__(self) -> str:
         rows = f"{self.tokens} tokens of {self.heads} heads x {self.keys}"
-        return f"latent [{rows}, {self.warps} warps, {self.stages} stages, {self.pieces} pieces] for all rows (formula)"
+        how = f"{self.warps} warps, {self.stages} stages, {self.pieces} pieces{', transposed' * self.transposed}"
+        return f"latent [{rows}, {how}] for all rows (formula)"
 
 
 def choose_plan(
-    rows: int, tokens: int, num_heads: int, dtype: torch.dtype, multiprocessors: int, *, float8: bool = False
-) -> LatentPlan:
-    """The plan for steps of so many rows and tokens at most; ``float8``: over latents in float8.
+    rows: int, tokens: int, num_heads: int, dtype: torch.dtype, multiprocessors: int, *, float8: bool = False,
+    transposed: bool = False,
+) -> LatentPlan:  # fmt: skip
+    """The plan for steps of so many rows and tokens at most; ``float8``: over latents in float8; ``transposed``: single
+    tokens may have the kernel of latent_decode.py, of which a multiprocessor has room for one program.
 
     float32 is multiplied without tensor cores, in small tiles. A tile of 64 queries of 512 numbers is as much as
     registers hold in two warp groups; with latents that become 16 bits there, 32 are.
     """
+    if transposed and tokens <= rows and not float8:
+        room = (multiprocessors if tokens <= 16 else 2 * multiprocessors) // tokens
+        pieces = min(_MOST_DECODE_PIECES, 1 << (max(1, room).bit_length() - 1))
+        return LatentPlan(1, decode.head_tile(num_heads), decode.KEYS, decode.WARPS, 2, pieces, transposed=True)
     most = 32 if float8 else 64
     if dtype == torch.float32:
         heads, keys, warps, stages = 16, 16, 4, 1
@@ -292,29 +306,44 @@ def _latent_sum_kernel(
     sums,
     stats,
     token_slot,
+    positions,
     left_out,
     out,
     HEADS: tl.constexpr,
     RANK: tl.constexpr,
     RANK_TILE: tl.constexpr,
     PIECES: tl.constexpr,
+    SUMMED: tl.constexpr,
+    LEAST: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """A program adds up the pieces of a head of a token."""
     wait(PDL)
     one = tl.program_id(0).to(tl.int64)
     token = one // HEADS
-    there = tl.load(token_slot + token) >= 0
+    slot, position = tl.load(token_slot + token), tl.load(positions + token)
+    there = slot >= 0
     if left_out is not None:
         there = there & (tl.load(left_out + token) < 0)
+    count = piece_count(position + 1, PIECES, LEAST)
     column = tl.arange(0, RANK_TILE)
     inside = (column < RANK) & there
-    piece = one * PIECES + tl.arange(0, PIECES)
-    peak = tl.load(stats + 2 * piece, mask=there, other=0.0)
-    total = tl.load(stats + 2 * piece + 1, mask=there, other=1.0)
-    factor = tl.exp2(peak - tl.max(peak, 0))
-    parts = tl.load(sums + piece[:, None] * RANK + column[None, :], mask=inside[None, :], other=0.0)
-    result = tl.sum(parts * factor[:, None], 0) / tl.sum(total * factor, 0)
+    piece = tl.arange(0, PIECES)
+    at = stats + 2 * (one * PIECES + piece)
+    peak = tl.load(at, mask=there & (piece < count), other=-float("inf"))
+    total = tl.load(at + 1, mask=there & (piece < count), other=0.0)
+    top = tl.where(there, tl.max(peak, 0), 0.0)
+    total = tl.sum(total * tl.exp2(peak - top), 0)
+    result = tl.zeros([RANK_TILE], tl.float32)
+    for first in range(0, count, SUMMED):
+        part = first + tl.arange(0, SUMMED)
+        known = there & (part < count)
+        part += one * PIECES
+        factor = tl.exp2(tl.load(stats + 2 * part, mask=known, other=-float("inf")) - top)
+        place = sums + part[:, None] * RANK + column[None, :]
+        parts = tl.load(place, mask=inside[None, :] & known[:, None], other=0.0)
+        result += tl.sum(parts * factor[:, None], 0)
+    result /= tl.where(there, total, 1.0)
     tl.store(out + one * RANK + column, result.to(out.dtype.element_ty), mask=inside)
 
 
@@ -352,19 +381,31 @@ def latent_attention(
     if plan.pieces > 1:
         sums = torch.empty((tokens, heads, plan.pieces, layer.rank), dtype=torch.float32, device=q.device)
         stats = torch.empty((tokens, heads, plan.pieces, 2), dtype=torch.float32, device=q.device)
-    grid = triton.cdiv(tokens, plan.tokens), triton.cdiv(heads, plan.heads), plan.pieces
-    tables = step.slots.block_tables
-    _latent_kernel[grid](
-        q, q_rope, latents, cache.scales, step.token_slot, step.positions, left_out, tables, out, sums, stats,
-        layer.scale * LOG2_E, tokens, q.stride(0), q.stride(1), q_rope.stride(0), q_rope.stride(1), tables.stride(0),
-        HEADS=heads, RANK=layer.rank, ROPE=layer.rope, BLOCK_SIZE=latents.shape[1], TOKENS=plan.tokens,
-        GROUP=plan.heads, M=plan.tokens * plan.heads, N=plan.keys, RANK_TILE=rank_tile,
-        ROPE_TILE=max(16, triton.next_power_of_2(layer.rope)), PIECES=plan.pieces, STAGES=plan.stages,
-        WIDEN=must_widen(q.dtype), num_warps=plan.warps, num_stages=plan.stages, **options,
-    )  # fmt: skip
+    if plan.transposed:
+        decode.launch(q, q_rope, layer, latents, step, out, sums, stats, plan.pieces, pdl=pdl)
+    else:
+        _launch(q, q_rope, layer, cache, step, left_out, out, sums, stats, plan, pdl=pdl)
     if plan.pieces > 1:
         _latent_sum_kernel[(tokens * heads,)](
-            sums, stats, step.token_slot, left_out, out, HEADS=heads, RANK=layer.rank, RANK_TILE=rank_tile,
-            PIECES=plan.pieces, num_warps=4, **options,
+            sums, stats, step.token_slot, step.positions, left_out, out, HEADS=heads, RANK=layer.rank,
+            RANK_TILE=rank_tile, PIECES=plan.pieces, SUMMED=min(plan.pieces, _SUMMED),
+            LEAST=decode.LEAST_KEYS if plan.transposed else 0, num_warps=4, **options,
         )  # fmt: skip
     return out
+
+
+def _launch(
+    q: Tensor, q_rope: Tensor, layer: LatentLayer, cache: LayerLatentCache, step: DeviceStep, left_out: Tensor | None,
+    out: Tensor, sums: Tensor, stats: Tensor, plan: LatentPlan, *, pdl: bool,
+) -> None:  # fmt: skip
+    tokens, heads, tables = step.num_tokens, layer.num_heads, step.slots.block_tables
+    grid = triton.cdiv(tokens, plan.tokens), triton.cdiv(heads, plan.heads), plan.pieces
+    _latent_kernel[grid](
+        q, q_rope, cache.latents, cache.scales, step.token_slot, step.positions, left_out, tables, out, sums, stats,
+        layer.scale * LOG2_E, tokens, q.stride(0), q.stride(1), q_rope.stride(0), q_rope.stride(1), tables.stride(0),
+        HEADS=heads, RANK=layer.rank, ROPE=layer.rope, BLOCK_SIZE=cache.latents.shape[1], TOKENS=plan.tokens,
+        GROUP=plan.heads, M=plan.tokens * plan.heads, N=plan.keys,
+        RANK_TILE=max(16, triton.next_power_of_2(layer.rank)), ROPE_TILE=max(16, triton.next_power_of_2(layer.rope)),
+        PIECES=plan.pieces, STAGES=plan.stages, WIDEN=must_widen(q.dtype), num_warps=plan.warps,
+        num_stages=plan.stages, **launch_options(pdl),
+    )  # fmt: skip

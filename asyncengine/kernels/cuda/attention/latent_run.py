@@ -10,6 +10,7 @@ from torch import Tensor
 from asyncengine.kernels.cuda.attention.context import find_expanded_rows
 from asyncengine.kernels.cuda.attention.expanded import ExpandedPlan, choose_expanded, expanded_attention
 from asyncengine.kernels.cuda.attention.latent import LatentPlan, choose_plan, latent_attention
+from asyncengine.kernels.cuda.attention.latent_decode import fits_decode
 from asyncengine.kernels.cuda.gpu import Gpu
 from asyncengine.kernels.cuda.rows.tensors import empty_rows
 from asyncengine.kernels.cuda.step.tensors import DeviceStep
@@ -29,7 +30,10 @@ def choose_plans(
     q: Tensor, layer: LatentLayer, step: DeviceStep, gpu: Gpu, *, single_token_rows: bool, float8: bool
 ) -> LatentPlans:
     """The plans for queries q [tokens, heads, key_dim + rope]; ``float8``: over latents in float8."""
-    absorbed = choose_plan(step.num_rows, step.num_tokens, layer.num_heads, q.dtype, gpu.multiprocessors, float8=float8)
+    absorbed = choose_plan(
+        step.num_rows, step.num_tokens, layer.num_heads, q.dtype, gpu.multiprocessors, float8=float8,
+        transposed=single_token_rows and fits_decode(layer, q.dtype, gpu),
+    )  # fmt: skip
     if single_token_rows:
         return LatentPlans(absorbed, None)
     key_dim = q.shape[2] - layer.rope
