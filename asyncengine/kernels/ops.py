@@ -380,6 +380,9 @@ class Ops(Protocol[BatchT, ResidualT, HandleT]):
     def activated(self, x: Tensor, activation: Activation, batch: BatchT) -> Tensor:
         """x [M, N] activated; a gated activation takes gate and up side by side and halves N."""
 
+    def gated(self, x: Tensor, gate: Tensor, batch: BatchT) -> Tensor:
+        """x [M, N] times the sigmoid of gate [M, N] or [M, 1]."""
+
     def experts(self, x: Tensor, routing: Routing, experts: Experts[HandleT], batch: BatchT) -> Tensor:
         """The results [T, H] of each row's experts for x [T, K], times their weights, added up in float32."""
 

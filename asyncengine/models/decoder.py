@@ -129,8 +129,9 @@ class GatedAttentionBlock(NamedTuple):
     gate: Handle
 
     def forward(self, ops: ModelOps, residual: Residual, cache: LayerKVCache, batch: Batch, is_last: bool) -> None:
-        gate = ops.norm_linear(residual, self.attention.norm, self.gate, batch).sigmoid()
-        x = self.attention.attend(ops, residual, cache, batch, is_last=False) * gate
+        gate = ops.norm_linear(residual, self.attention.norm, self.gate, batch)
+        x = self.attention.attend(ops, residual, cache, batch, is_last=False)
+        x = ops.gated(x, gate, batch)
         _add_mixed(ops, x, self.attention.output, residual, batch, is_last)
 
 
@@ -217,7 +218,7 @@ class MixtureBlock(NamedTuple):
             ops.experts_add_(x, routing, self.experts, residual, batch)
             ops.linear_add_(inner, shared.down, residual, batch)
             return
-        y = ops.linear(inner, shared.down, batch) * ops.linear(x, shared.gate, batch).sigmoid()
+        y = ops.gated(ops.linear(inner, shared.down, batch), ops.linear(x, shared.gate, batch), batch)
         ops.experts_add_(x, routing, self.experts, residual, batch)
         ops.add_(y, residual, batch)
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from asyncengine.kernels.cpu.ops import CpuOps
 from asyncengine.kernels.cpu.reference import ReferenceOps
 from asyncengine.kernels.cuda.launch.gluon import whole_tiles_of
-from asyncengine.kernels.cuda.rows.activation import activate_rows
+from asyncengine.kernels.cuda.rows.activation import activate_rows, gate_by_sigmoid
 from asyncengine.kernels.cuda.rows.lookup import embed
 from asyncengine.kernels.cuda.rows.norms import norm_rows
 from asyncengine.kernels.cuda.rows.rotary import rotary_store_kv, scale_queries, store_kv
@@ -23,6 +23,7 @@ from asyncengine.kernels.cuda.rows.tensors import empty_rows
 from asyncengine.kernels.ops import Norm
 from tests.amounts import examples
 from tests.kernels.poison import poison_new_memory
+from tests.kernels.twins import NO_STEP
 
 # As on the GPU, exp overflows to infinity in the tail of a sigmoid.
 pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")
@@ -67,6 +68,7 @@ KERNELS: dict[str, Kernel] = {
     "silu_mul": lambda x, w, b: activate_rows(torch.cat((x, x.flip(1)), 1), "silu_mul"),
     "gelu_tanh": lambda x, w, b: activate_rows(x, "gelu_tanh"),
     "gelu": lambda x, w, b: activate_rows(x, "gelu"),
+    "gate": lambda x, w, b: gate_by_sigmoid(x, x.flip(1)),
 }
 
 
@@ -79,6 +81,8 @@ def exact(name: str, x: Tensor, w: Tensor, b: Tensor) -> Tensor:
             return F.layer_norm(x, w.shape, w, b, 1e-5)
         case "silu_mul":
             return F.silu(x) * x.flip(1)
+        case "gate":
+            return x * x.flip(1).sigmoid()
     return F.gelu(x, approximate="tanh" if name == "gelu_tanh" else "none")
 
 
@@ -86,6 +90,8 @@ def on_the_cpu(name: str, x: Tensor, w: Tensor, b: Tensor) -> Tensor:
     ops = CpuOps(1)
     if "norm" in name:
         return ops.norm(x, Norm(w, b, 1e-5) if name == "layer_norm" else Norm(w, None, 1e-6))
+    if name == "gate":
+        return ops.gated(x, x.flip(1), NO_STEP)
     return ops.activate(torch.cat((x, x.flip(1)), 1) if name == "silu_mul" else x, name)
 
 
@@ -370,6 +376,13 @@ def test_queries_are_scaled_by_their_positions(device: torch.device, dtype: torc
     assert torch.equal(heads, expected)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_a_gate_of_one_number_is_for_its_whole_row(device: torch.device, dtype: torch.dtype) -> None:
+    x, gate = random(3, 1601, dtype=dtype, seed=1), random(3, 5, dtype=dtype, seed=2)[:, 2:3]
+    got = gate_by_sigmoid(x.to(device), gate.to(device))
+    assert_near(got, x.double() * gate.double().sigmoid(), 0.2)
+
+
 def test_wrong_arguments_raise(device: torch.device) -> None:
     x, w = torch.zeros(2, 8, device=device), torch.zeros(8, device=device)
     with pytest.raises(ValueError, match="weight"):
@@ -380,6 +393,8 @@ def test_wrong_arguments_raise(device: torch.device) -> None:
         activate_rows(x.T, "gelu")
     with pytest.raises(ValueError, match="float32, float16 or bfloat16"):
         activate_rows(x.double(), "gelu")
+    with pytest.raises(ValueError, match=r"gate must be torch.float32 \[2, 8\] or \[2, 1\]"):
+        gate_by_sigmoid(x, x[:, :7])
     with pytest.raises(ValueError, match="even"):
         activate_rows(x[:, :7], "silu_mul")
     cache = torch.zeros(2, 1, 16, 8, device=device)

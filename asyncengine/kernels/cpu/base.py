@@ -162,6 +162,9 @@ class BaseOps(Ops[StepBatch, Residual, HandleT]):
     def activated(self, x: Tensor, activation: Activation, batch: StepBatch) -> Tensor:
         return self.activate(x, activation)
 
+    def gated(self, x: Tensor, gate: Tensor, batch: StepBatch) -> Tensor:
+        return (x.float() * gate.float().sigmoid()).to(x.dtype)
+
     def experts(self, x: Tensor, routing: Routing, handle: Experts[HandleT], batch: StepBatch) -> Tensor:
         def block(index: int, rows: Tensor) -> Tensor:
             inner = self.activate(self.multiply(rows, handle.up[index], batch), handle.activation)

@@ -31,7 +31,7 @@ from asyncengine.kernels.cuda.linear.tables import PlanTable
 from asyncengine.kernels.cuda.recurrent.conv import convolve
 from asyncengine.kernels.cuda.recurrent.delta_net import delta_net
 from asyncengine.kernels.cuda.recurrent.mamba2 import mamba2
-from asyncengine.kernels.cuda.rows.activation import activate_rows, soft_cap_
+from asyncengine.kernels.cuda.rows.activation import activate_rows, gate_by_sigmoid, soft_cap_
 from asyncengine.kernels.cuda.rows.lanes import HostLanes, exchange
 from asyncengine.kernels.cuda.rows.lookup import embed
 from asyncengine.kernels.cuda.rows.norms import norm_rows
@@ -187,6 +187,9 @@ class CudaOps:
 
     def activated(self, x: Tensor, activation: Activation, batch: CudaBatch) -> Tensor:
         return activate_rows(x, activation, pdl=self.options.pdl)
+
+    def gated(self, x: Tensor, gate: Tensor, batch: CudaBatch) -> Tensor:
+        return gate_by_sigmoid(x, gate, pdl=self.options.pdl)
 
     def experts(self, x: Tensor, routing: Routing, experts: Experts[CudaLinear], batch: CudaBatch) -> Tensor:
         [down] = experts.down

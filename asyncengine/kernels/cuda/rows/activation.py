@@ -82,6 +82,48 @@ def activate_rows(x: Tensor, kind: Activation, *, pdl: bool = False) -> Tensor:
 
 
 @kernel
+def _sigmoid_gate_kernel(
+    x: tl.tensor,
+    gate: tl.tensor,
+    out: tl.tensor,
+    x_stride: tl.tensor,
+    gate_stride: tl.tensor,
+    WIDTH: tl.constexpr,
+    ALIKE: tl.constexpr,
+    TILE: tl.constexpr,
+    PDL: tl.constexpr,
+) -> None:
+    start_next(PDL)
+    wait(PDL)
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * TILE + tl.arange(0, TILE)
+    inside = column < WIDTH
+    value = tl.load(x + row * x_stride + column, mask=inside, other=0.0).to(tl.float32)
+    if ALIKE:
+        factor = tl.load(gate + row * gate_stride).to(tl.float32)
+    else:
+        factor = tl.load(gate + row * gate_stride + column, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + row * WIDTH + column, (value * tl.sigmoid(factor)).to(out.dtype.element_ty), mask=inside)
+
+
+def gate_by_sigmoid(x: Tensor, gate: Tensor, *, pdl: bool = False) -> Tensor:
+    """x [M, N] times the sigmoid of gate [M, N] or [M, 1]; rows may be strided. ValueError if they do not fit."""
+    check_rows(x, "x")
+    check_rows(gate, "gate")
+    rows, width = x.shape
+    if len(gate) != rows or gate.shape[1] not in (1, width) or gate.dtype != x.dtype:
+        raise ValueError(
+            f"gate must be {x.dtype} [{rows}, {width}] or [{rows}, 1], got {gate.dtype} {list(gate.shape)}"
+        )
+    out = empty_rows(rows, width, x.dtype, x.device)
+    _sigmoid_gate_kernel[(rows, triton.cdiv(width, ELEMENTWISE_TILE))](
+        x, gate, out, x.stride(0), gate.stride(0), WIDTH=width, ALIKE=gate.shape[1] == 1, TILE=ELEMENTWISE_TILE,
+        num_warps=4, **launch_options(pdl),
+    )  # fmt: skip
+    return out
+
+
+@kernel
 def _soft_cap_kernel(
     x: tl.tensor, x_stride: tl.tensor, cap: tl.tensor, WIDTH: tl.constexpr, TILE: tl.constexpr, PDL: tl.constexpr
 ) -> None:
