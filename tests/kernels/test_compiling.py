@@ -82,11 +82,11 @@ def test_whatever_a_step_launches_can_be_compiled_alone() -> None:
 def is_launched(tree: ast.Module, name: str) -> bool:
     """Return whether a module names a function elsewhere than in a call: to launch it, or to choose what to launch.
 
-    A function that a kernel hands to its warps or to a reduction does not count.
+    A function that a kernel hands to its warps or to a reduction, or that becomes one in Gluon, does not count.
     """
     calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
     called = {id(call.func) for call in calls}
-    takers = ("gl.warp_specialize", "gl.reduce")
+    takers = ("gl.warp_specialize", "gl.reduce", "gluon.jit")
     called |= {id(n) for call in calls if ast.unparse(call.func) in takers for n in ast.walk(call)}
     return any(isinstance(node, ast.Name) and node.id == name and id(node) not in called for node in ast.walk(tree))
 
