@@ -115,12 +115,9 @@ inline Ints add_products(Ints sums, const uint8_t* codes, const int8_t* x) {
   return _mm512_dpbusd_epi32(sums, _mm512_loadu_si512(codes), _mm512_set1_epi32(four));
 }
 
-// Products of one row of x with codes that are not interleaved: sums of 16 columns of each row of a tile.
-template <bool kWide>
-inline void row_products(const uint8_t* rows, int64_t stride, const int8_t* x, Ints (&sums)[4]) {
-  __m512i a[16], b[8], c[4];
-  const __m512i all = _mm512_loadu_si512(x);
-  for (int i = 0; i < 16; ++i) a[i] = _mm512_dpbusd_epi32(no_ints(), _mm512_loadu_si512(rows + i * stride), all);
+// Sums of four numbers in a row of each of 16 vectors, one vector after another.
+inline void sums_of_quarters(const __m512i (&a)[16], Ints (&sums)[4]) {
+  __m512i b[8], c[4];
   for (int i = 0; i < 8; ++i)
     b[i] = _mm512_add_epi32(_mm512_unpacklo_epi32(a[2 * i], a[2 * i + 1]), _mm512_unpackhi_epi32(a[2 * i], a[2 * i + 1]));
   for (int i = 0; i < 4; ++i)
@@ -134,6 +131,15 @@ inline void row_products(const uint8_t* rows, int64_t stride, const int8_t* x, I
   sums[3] = _mm512_shuffle_i32x4(high, high2, 0xdd);
 }
 inline Ints added(Ints a, Ints b) { return _mm512_add_epi32(a, b); }
+
+// Products of one row of x with codes that are not interleaved: sums of 16 columns of each row of a tile.
+template <bool kWide>
+inline void row_products(const uint8_t* rows, int64_t stride, const int8_t* x, Ints (&sums)[4]) {
+  __m512i products[16];
+  const __m512i all = _mm512_loadu_si512(x);
+  for (int i = 0; i < 16; ++i) products[i] = _mm512_dpbusd_epi32(no_ints(), _mm512_loadu_si512(rows + i * stride), all);
+  sums_of_quarters(products, sums);
+}
 
 // 64 columns of 16 rows, `stride` bytes apart, to [16 times four columns][16 rows][4].
 inline void interleave(const uint8_t* rows, int64_t stride, uint8_t* to) {

@@ -3,7 +3,7 @@
 #include <cmath>
 #include <cstring>
 
-#include "platform/cpu/block_tile.inl"
+#include "platform/cpu/block_row.inl"
 
 namespace asyncengine {
 namespace {
@@ -54,6 +54,11 @@ inline void add_row(const Tile& tile, const float* row, int64_t k, int64_t begin
 
 template <BlockType kType>
 void multiply_tile(const BlockTask& task) {
+#if defined(__AVX512VNNI__) && defined(__AVX512VL__)
+  if constexpr (kType == BlockType::kQ4_K) {
+    if (task.rows == 1) return multiply_row_of_q4_k(task);
+  }
+#endif
   constexpr int kRowsTogether = 8;
   const int64_t stride = rounded_row_floats(task.k);
   Tile tile;
