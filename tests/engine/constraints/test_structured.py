@@ -17,7 +17,7 @@ import pytest
 import torch
 import transformers
 
-from asyncengine import AsyncEngine, InvalidRequestError, SamplingParams, bundled_model
+from asyncengine import AsyncEngine, InvalidRequestError, SamplingParams, bundled_model, testing
 from asyncengine.engine.constraints import masks
 from asyncengine.engine.constraints.masks import Constraint
 from asyncengine.engine.constraints.reasoning import Reasoning, reasoning_at
@@ -108,7 +108,7 @@ async def test_many_random_schemas() -> None:
                 for i, schema in enumerate(schemas)
             )
         )
-        assert engine.debug_stats().live_requests == 0
+        await testing.settle(engine)  # a request may be over a step before the engine lets go of it
     whole, formats = 0, jsonschema.FormatChecker(["ipv4", "date"])
     for schema, output in zip(schemas, outputs, strict=True):
         if output.finish_reason == "stop":
