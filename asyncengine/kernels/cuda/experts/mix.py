@@ -67,7 +67,7 @@ def mix(
 
 def _tiles_of_few(x: Tensor, weights: Sequence[CudaLinear], pairs: int, experts: int, gpu: Gpu) -> DirectTiles | None:
     """The tiles of the kernel of direct.py, if the card has it and it multiplies such weights and rows."""
-    if not gpu.tma or direct is None or x.element_size() != 2 or x.stride(0) % 2:
+    if not gpu.tma or direct is None or x.stride(0) % 2:
         return None
     if not all(isinstance(one.weight, CodedRows) and direct.takes(one.weight, x.dtype) for one in weights):
         return None

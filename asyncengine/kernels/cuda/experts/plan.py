@@ -73,9 +73,11 @@ def tiles_for(pairs: int, experts: int, bits: tuple[int, int], gpu: Gpu, *, inva
     if rows >= _TALLEST and min(bits) == 16:
         columns, inner, warps, memory = 128, 64, 8, gpu.tile_bytes_of_two
     else:
-        inner = 64 if rows > 32 and bits[0] > 4 else 128 if rows > 32 or bits[0] > 4 else 256
+        inner = 64 if rows > 32 else 128 if bits[0] > 4 else 256
         columns, warps, memory = 64, 4, gpu.tile_bytes_of_two
-    if max(bits) == 32 and inner > (TILE if bits[0] == 4 else 0):
+    if max(bits) == 32:
         inner //= 2
+    if bits[0] == 4:  # codes are read by whole tiles
+        inner = max(inner, TILE)
     step = (columns * bits[0] + rows * bits[1]) * inner // 8
     return Tiles(rows, columns, inner, warps, max(2, min(6, memory // step)))
