@@ -57,7 +57,7 @@ def test_mixtures_of_experts_in_codes_compile(tmp_path: Path, model: str) -> Non
     compiled = run(tmp_path, "-c", CODED_EXPERTS, model, AMOUNT)
     wait = "griddepcontrol.wait"
     few, prompts = f"direct_experts_kernel:{wait}", f"_grouped_kernel:wgmma:{wait}"
-    others = {f"{name}:{wait}" for name in ("_route_kernel", "_sort_kernel", "_sum_kernel")}
+    others = {f"{name}:{wait}" for name in ("_route_kernel", "_sort_kernel", "_add_kernel")}
     assert set(compiled) == {few, *others} | ({prompts} if AMOUNT == "all" else set())
     assert compiled.count(few) == 4
 
@@ -70,4 +70,4 @@ CODED_ELSEWHERE = CODED_EXPERTS.replace("H200", "A100")
 def test_mixtures_of_experts_in_codes_compile_for_cards_without_gluon(tmp_path: Path, model: str) -> None:
     compiled = run(tmp_path, "-c", CODED_ELSEWHERE, model, AMOUNT)
     names = {name.partition(":")[0] for name in compiled}
-    assert names == {"_route_kernel", "_up_kernel", "_down_kernel", "_sort_kernel", "_sum_kernel", "_grouped_kernel"}
+    assert names == {"_route_kernel", "_up_kernel", "_down_kernel", "_sort_kernel", "_add_kernel", "_grouped_kernel"}

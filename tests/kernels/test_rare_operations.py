@@ -62,9 +62,12 @@ def test_a_norm_of_the_product_before_it_is_added(device: torch.device, before: 
     ops.linear_add_(x, handle, state, NO_STEP)
     assert state.state == before
     ops.linear_add_(x, handle, state, NO_STEP, norm)
-    assert state.state == "plain"
+    assert state.state == "put off"  # for the norm that reads the sum
     product = x.float() @ weight.float().T
     expected = residual.float() + product + F.rms_norm(product, (32,), norm.weight.float(), 1e-5)
+    reader = Norm(random(device, 32, seed=4), None, 1e-5)
+    assert_near(state.read_by_kernel(reader), F.rms_norm(expected, (32,), reader.weight.float(), 1e-5))
+    assert state.state == "plain"
     assert_near(state.settle(), expected)
 
 

@@ -16,6 +16,7 @@ from asyncengine.kernels.cpu.ops import CpuOps
 from asyncengine.kernels.cpu.reference import ReferenceOps
 from asyncengine.kernels.cuda.launch.gluon import whole_tiles_of
 from asyncengine.kernels.cuda.rows.activation import activate_rows, gate_by_sigmoid
+from asyncengine.kernels.cuda.rows.additions import add_rows
 from asyncengine.kernels.cuda.rows.lookup import embed
 from asyncengine.kernels.cuda.rows.norms import norm_rows
 from asyncengine.kernels.cuda.rows.rotary import rotary_store_kv, scale_queries, store_kv
@@ -200,6 +201,39 @@ def test_a_norm_adds_up_parts(
         assert_same(norm_rows(x, norm, parts=added), norm_rows(expected, norm))
         assert_same(x, expected)
         assert wide[:, width:].isnan().all()
+
+
+@given(
+    rows=st.integers(1, 4), width=st.integers(1, 70) | st.sampled_from([768, 1600]), parts=st.integers(1, 5),
+    norms=st.tuples(*[st.sampled_from(["none", "rms", "layer"])] * 2), replaces=st.booleans(), bfloat16=st.booleans(),
+    seed=st.integers(0, 99),
+)  # fmt: skip
+@settings(max_examples=examples(40))
+def test_rows_are_added_through_a_norm_and_read_through_another(
+    device: torch.device, rows: int, width: int, parts: int, norms: tuple[str, str], replaces: bool, bfloat16: bool,
+    seed: int,
+) -> None:  # fmt: skip
+    dtype = DTYPES[bfloat16]
+    wide, onto = (torch.full((n, width + 3), math.nan, dtype=dtype) for n in (rows * parts, rows))
+    wide[:, :width] = random(rows * parts, width, dtype=dtype, seed=seed)
+    onto[:, :width] = before = random(rows, width, dtype=dtype, seed=seed + 1)
+    gains = [random(width, dtype=dtype, seed=seed + i).to(device) for i in (2, 3, 4, 5)]
+    norm, reader = (
+        None if kind == "none" else Norm(weight, bias if kind == "layer" else None, 1e-5)
+        for kind, weight, bias in zip(norms, gains[::2], gains[1::2], strict=True)
+    )
+    added = wide[:, :width].double().view(rows, parts, width).sum(1)
+    if norm is not None and norm.bias is not None:
+        added = F.layer_norm(added, (width,), norm.weight.cpu().double(), norm.bias.cpu().double(), 1e-5)
+    elif norm is not None:
+        added = F.rms_norm(added, (width,), norm.weight.cpu().double(), 1e-5)
+    x, onto = wide.to(device), onto.to(device)
+    normed = add_rows(x[:, :width], onto[:, :width], reader, parts=parts, norm=norm, replaces=replaces)
+    assert_near(onto[:, :width], added if replaces else added + before.double(), 40 * float(added.abs().max()) + 1)
+    assert onto[:, width:].isnan().all()
+    assert (normed is None) == (reader is None)
+    if normed is not None and reader is not None:
+        assert_same(normed, norm_rows(onto[:, :width], reader))
 
 
 @given(

@@ -16,7 +16,7 @@ from torch import Tensor
 from asyncengine._core import Need
 from asyncengine.kernels.cuda.attention.latent_run import attend, choose_plans
 from asyncengine.kernels.cuda.attention.run import BucketAttention
-from asyncengine.kernels.cuda.experts.mix import mix
+from asyncengine.kernels.cuda.experts.mix import MixOptions, adds_up, mix, multiply_pairs
 from asyncengine.kernels.cuda.experts.route import choose_experts
 from asyncengine.kernels.cuda.experts.stack import stack_experts
 from asyncengine.kernels.cuda.gpu import Gpu, describe
@@ -32,6 +32,7 @@ from asyncengine.kernels.cuda.recurrent.conv import convolve
 from asyncengine.kernels.cuda.recurrent.delta_net import delta_net
 from asyncengine.kernels.cuda.recurrent.mamba2 import mamba2
 from asyncengine.kernels.cuda.rows.activation import activate_rows, gate_by_sigmoid, soft_cap_
+from asyncengine.kernels.cuda.rows.additions import add_rows
 from asyncengine.kernels.cuda.rows.lanes import HostLanes, exchange
 from asyncengine.kernels.cuda.rows.lookup import embed
 from asyncengine.kernels.cuda.rows.norms import norm_rows
@@ -105,6 +106,7 @@ class CudaOps:
         self.expert_codes = self.options.expert_codes
         self.reduction: Reduction | None = None
         self._projections = Projections(device, self.gpu, self.options.for_tma)
+        self._mixes = MixOptions(gpu=self.gpu, invariant=self.options.batch_invariant, pdl=self.options.pdl)
 
     def make_linear(self, weights: Sequence[PackedWeight], biases: Sequence[Tensor | None]) -> CudaLinear:
         """Weights that share their input become one matrix, which copies them if there are several."""
@@ -194,7 +196,7 @@ class CudaOps:
     def experts(self, x: Tensor, routing: Routing, experts: Experts[CudaLinear], batch: CudaBatch) -> Tensor:
         [down] = experts.down
         out = empty_rows(len(x), down.out_features // experts.count, x.dtype, x.device)
-        self._mix(x, routing, experts, out, add=False)
+        mix(x, routing, experts, out=out, add=False, **self._mixes)
         return out
 
     def experts_add_(
@@ -206,14 +208,13 @@ class CudaOps:
         batch: CudaBatch,
         norm: Norm | None = None,
     ) -> None:
-        if norm is None and self.reduction is None:
-            self._mix(x, routing, experts, residual.settle(), add=True)
-        else:
+        if self.reduction is not None:
             self.add_(self.experts(x, routing, experts, batch), residual, batch, norm)
-
-    def _mix(self, x: Tensor, routing: Routing, experts: Experts[CudaLinear], out: Tensor, *, add: bool) -> None:
-        invariant = self.options.batch_invariant
-        mix(x, routing, experts, out=out, add=add, gpu=self.gpu, invariant=invariant, pdl=self.options.pdl)
+        elif norm is None and adds_up(x, routing, experts, **self._mixes):
+            mix(x, routing, experts, out=residual.settle(), add=True, **self._mixes)
+        else:
+            results = multiply_pairs(x, routing, experts, residual.x.shape[1], **self._mixes)
+            self._put_off(residual, results, norm, parts=routing.ids.shape[1])
 
     def add_(self, x: Tensor, residual: Residual, batch: CudaBatch, norm: Norm | None = None) -> None:
         if self.reduction is not None:
@@ -222,7 +223,12 @@ class CudaOps:
                 residual.put_off(partial(self.reduction, x, batch, residual.settle()), norms=True)
                 return
             self.reduction(x, batch)
-        residual.settle().add_(x if norm is None else norm_rows(x, norm, pdl=self.options.pdl))
+        self._put_off(residual, x, norm)
+
+    def _put_off(self, residual: Residual, x: Tensor, norm: Norm | None, parts: int = 1) -> None:
+        """Leave ``add_rows`` to the norm that reads the residual next."""
+        add = partial(add_rows, x, residual.settle(), parts=parts, norm=norm, pdl=self.options.pdl)
+        residual.put_off(add, norms=True)
 
     def plain(self, residual: Residual, batch: CudaBatch) -> Tensor:
         return residual.settle()

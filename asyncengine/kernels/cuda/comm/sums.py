@@ -33,6 +33,7 @@ from asyncengine.kernels.cuda.comm.peers import (
 )
 from asyncengine.kernels.cuda.launch.compiling import kernel
 from asyncengine.kernels.cuda.launch.programmatic import start_next, wait
+from asyncengine.kernels.cuda.rows.norms import load_gains, store_sum
 
 CHUNK = 2
 """Rows that a program sends between two flags."""
@@ -74,40 +75,6 @@ def _unpack(found, dtype: tl.constexpr):
     return numbers
 
 
-@triton.jit
-def _gains(weight, bias, column, inside, NORM: tl.constexpr, CENTER: tl.constexpr):
-    """A norm's weight and bias in float32; zeros for those that it does not have."""
-    scale = tl.zeros_like(column).to(tl.float32)
-    shift = scale
-    if NORM:
-        scale = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
-    if CENTER:
-        shift = tl.load(bias + column, mask=inside, other=0.0).to(tl.float32)
-    return scale, shift
-
-
-@triton.jit
-def _store_row(
-    total, onto, onto_stride, normed, normed_stride, row, column, inside, scale, shift, eps,
-    WIDTH: tl.constexpr, ONTO: tl.constexpr, NORM: tl.constexpr, CENTER: tl.constexpr,
-):  # fmt: skip
-    """Add a row's sum to the residual, or store it, rounded once; then the norm of the result, as norm_rows has it."""
-    at = onto + row.to(tl.int64) * onto_stride + column
-    if ONTO:
-        total += tl.load(at, mask=inside, other=0.0).to(tl.float32)
-    rounded = total.to(onto.dtype.element_ty)
-    tl.store(at, rounded, mask=inside)
-    if NORM:
-        value = tl.where(inside, rounded.to(tl.float32), 0.0)
-        if CENTER:
-            value = tl.where(inside, value - tl.sum(value, 0) / WIDTH, 0.0)
-        value = value * tl.rsqrt(tl.sum(value * value, 0) / WIDTH + eps) * scale
-        if CENTER:
-            value += shift
-        to = normed + row.to(tl.int64) * normed_stride + column
-        tl.store(to, value.to(normed.dtype.element_ty), mask=inside)
-
-
 @kernel
 def sum_few_kernel(
     product, onto, weight, bias, normed, addresses, packets, calls, together, rows, onto_stride, normed_stride, room,
@@ -122,7 +89,7 @@ def sum_few_kernel(
     block, blocks = tl.program_id(0), tl.num_programs(0)
     column, place = tl.arange(0, TILE), tl.arange(0, TILE // EACH)
     inside, there = column < WIDTH, place < PACKETS_OF_ROW
-    scale, shift = _gains(weight, bias, column, inside, NORM, CENTER)
+    scale, shift = load_gains(weight, bias, column, inside, NORM, CENTER)
     wait(PDL)
     call = _next(tl.load(calls + block))
     half = call & 1
@@ -146,7 +113,7 @@ def sum_few_kernel(
             else:
                 came = packets + ((half * RANKS + rank) * FEW + block).to(tl.int64) * room + i * PACKETS_OF_ROW
                 total += _unpack(_receive(came + place, there, call, together, addresses, RANKS), dtype)
-        _store_row(
+        store_sum(
             total, onto, onto_stride, normed, normed_stride, row, column, inside, scale, shift, eps, WIDTH, ONTO, NORM,
             CENTER,
         )  # fmt: skip
@@ -165,7 +132,7 @@ def sum_many_kernel(
     block, blocks = tl.program_id(0), tl.num_programs(0)
     column = tl.arange(0, TILE)
     inside = column < WIDTH
-    scale, shift = _gains(weight, bias, column, inside, NORM, CENTER)
+    scale, shift = load_gains(weight, bias, column, inside, NORM, CENTER)
     wait(PDL)
     call = _next(tl.load(calls + block))
     half = call & 1
@@ -204,7 +171,7 @@ def sum_many_kernel(
                             came = inbox + ((half * RANKS + rank) * MANY + block).to(tl.int64) * room + i * WIDTH
                             part = tl.load(came + column, mask=inside, other=0.0, cache_modifier=".cg")
                         total += part.to(tl.float32)
-                    _store_row(
+                    store_sum(
                         total, onto, onto_stride, normed, normed_stride, row, column, inside, scale, shift, eps, WIDTH,
                         ONTO, NORM, CENTER,
                     )  # fmt: skip

@@ -2,26 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import partial
+from typing import Required, TypedDict, Unpack
 
 import torch
 from torch import Tensor
 
-from asyncengine.kernels.cuda.experts.epilogue import sum_results
 from asyncengine.kernels.cuda.experts.few_rows import multiply_down, multiply_up
 from asyncengine.kernels.cuda.experts.grouped import multiply_tiles
 from asyncengine.kernels.cuda.experts.plan import FEW_ROWS, DirectTiles, direct_tiles_for, tiles_for
-from asyncengine.kernels.cuda.experts.sort import sort_pairs
+from asyncengine.kernels.cuda.experts.sort import pairs_alone, sort_pairs
 from asyncengine.kernels.cuda.gpu import Gpu
 from asyncengine.kernels.cuda.linear.grouped import CodedRows
 from asyncengine.kernels.cuda.linear.handle import CudaLinear
+from asyncengine.kernels.cuda.rows.additions import add_rows
 from asyncengine.kernels.ops import Experts, Routing
 
 try:
     from asyncengine.kernels.cuda.experts import direct
 except ImportError:  # a Triton without Gluon
     direct = None  # type: ignore[assignment]
+
+
+class MixOptions(TypedDict, total=False):
+    """Options of a mixture that are the same for all of a model's layers and steps."""
+
+    gpu: Required[Gpu]
+    """The card that choices are made for."""
+    invariant: bool
+    """A row's results do not depend on the number of rows."""
+    pdl: bool
+    """programmatic dependent launch"""
 
 
 def mix(
@@ -31,28 +42,43 @@ def mix(
     *,
     out: Tensor,
     add: bool,
-    gpu: Gpu,
-    invariant: bool = False,
-    pdl: bool = False,
+    **options: Unpack[MixOptions],
 ) -> None:
-    """out [T, H] = the weighted results of the experts of x [T, K], added up in float32; or out += that.
+    """out [T, H] = the weighted results of the experts of x [T, K], added up in float32; or out += that."""
+    pdl = options.get("pdl", False)
+    if not adds_up(x, routing, experts, **options):
+        results = multiply_pairs(x, routing, experts, out.shape[1], **options)
+        add_rows(results, out, parts=routing.ids.shape[1], replaces=not add, pdl=pdl)
+        return
+    [up], [down] = experts.up, experts.down
+    inner = _inner_rows(x, routing, experts)
+    multiply_up(x, routing.ids, up, out=inner, activation=experts.activation, pdl=pdl)
+    multiply_down(inner, routing.ids, routing.weights, down, out=out, add=add, pdl=pdl)
 
-    Results between the products are in x's dtype. No launch depends on the routing, whose indices are to be in range:
-    every row is computed by all of its experts.
+
+def adds_up(x: Tensor, routing: Routing, experts: Experts[CudaLinear], **options: Unpack[MixOptions]) -> bool:
+    """Return whether the second product adds up the results of a row's experts itself, as it does for few rows."""
+    few = len(x) <= FEW_ROWS and not options.get("invariant")
+    return few and _tiles_of_few(x, routing, experts, options["gpu"]) is None
+
+
+def multiply_pairs(
+    x: Tensor, routing: Routing, experts: Experts[CudaLinear], width: int, **options: Unpack[MixOptions]
+) -> Tensor:
+    """Return the weighted results [T * top_k, width] of the experts of x [T, K], those of a row one behind another.
+
+    These and the results between the products are in x's dtype.
+
+    No launch depends on the routing, whose indices are to be in range: every row is computed by all of its experts.
     """
     [up], [down] = experts.up, experts.down
-    rows, top_k = routing.ids.shape
-    pairs = rows * top_k
-    if rows != len(x) or x.stride(1) != 1 or not routing.weights.is_contiguous() or not routing.ids.is_contiguous():
-        raise ValueError(f"x {list(x.shape)} and routing {list(routing.ids.shape)} must be contiguous and fit")
-    inner = torch.empty((pairs, down.weight.shape[1]), dtype=x.dtype, device=x.device)
-    few = None if invariant else _tiles_of_few(x, (up, down), pairs, experts.count, gpu)
-    if few is None and rows <= FEW_ROWS and not invariant:
-        multiply_up(x, routing.ids, up, out=inner, activation=experts.activation, pdl=pdl)
-        multiply_down(inner, routing.ids, routing.weights, down, out=out, add=add, pdl=pdl)
-        return
+    gpu, invariant, pdl = options["gpu"], options.get("invariant", False), options.get("pdl", False)
+    inner = _inner_rows(x, routing, experts)
+    pairs, top_k = routing.ids.numel(), routing.ids.shape[1]
+    few = None if invariant else _tiles_of_few(x, routing, experts, gpu)
     if few is not None:
-        order = sort_pairs(routing.ids, experts.count, few.rows, pdl=pdl)
+        alone = len(x) <= FEW_ROWS
+        order = pairs_alone(routing.ids) if alone else sort_pairs(routing.ids, experts.count, few.rows, pdl=pdl)
         multiply = partial(direct.multiply_few, pairs=order, tiles=few, pdl=pdl)
     else:
         bits = up.format.bits[up.format.kind(x.dtype)], 8 * x.itemsize
@@ -60,15 +86,25 @@ def mix(
         order = sort_pairs(routing.ids, experts.count, tiles.rows, pdl=pdl)
         multiply = partial(multiply_tiles, pairs=order, tiles=tiles, pdl=pdl)
     multiply(x, up, out=inner, pairs_per_row=top_k, activation=experts.activation)
-    results = torch.empty((pairs, out.shape[1]), dtype=x.dtype, device=x.device)
+    results = torch.empty((pairs, width), dtype=x.dtype, device=x.device)
     multiply(inner, down, out=results, factors=routing.weights)
-    sum_results(results, out, add=add, pdl=pdl)
+    return results
 
 
-def _tiles_of_few(x: Tensor, weights: Sequence[CudaLinear], pairs: int, experts: int, gpu: Gpu) -> DirectTiles | None:
+def _inner_rows(x: Tensor, routing: Routing, experts: Experts[CudaLinear]) -> Tensor:
+    """Memory for the results of the first products, [T * top_k, inner]. Raises ValueError if x and routing do not
+    fit."""
+    if len(routing.ids) != len(x) or x.stride(1) != 1 or not all(part.is_contiguous() for part in routing):
+        raise ValueError(f"x {list(x.shape)} and routing {list(routing.ids.shape)} must be contiguous and fit")
+    [down] = experts.down
+    return torch.empty((routing.ids.numel(), down.weight.shape[1]), dtype=x.dtype, device=x.device)
+
+
+def _tiles_of_few(x: Tensor, routing: Routing, experts: Experts[CudaLinear], gpu: Gpu) -> DirectTiles | None:
     """The tiles of the kernel of direct.py, if the card has it and it multiplies such weights and rows."""
     if not gpu.tma or direct is None or x.stride(0) % 2:
         return None
-    if not all(isinstance(one.weight, CodedRows) and direct.takes(one.weight, x.dtype) for one in weights):
+    weights = [one.weight for one in (*experts.up, *experts.down)]
+    if not all(isinstance(weight, CodedRows) and direct.takes(weight, x.dtype) for weight in weights):
         return None
-    return direct_tiles_for(pairs, experts)
+    return direct_tiles_for(routing.ids.numel(), experts.count)

@@ -6,7 +6,7 @@ A product that adds to the residual may leave its end to the norm which reads th
     plain    nothing                                                  leave_parts, put_off
     parts    parts of a sum; the kernel of the next norm adds them    read, settle
     put off  a product, not launched; it may prepare the next norm    read, settle
-             or a sum over ranks, not launched; it may make that norm
+             or an addition of rows or a sum over ranks, not launched; it may make that norm
 
 Only a plain residual takes another product: an operation that adds begins with ``settle``.
 

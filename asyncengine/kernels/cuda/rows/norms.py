@@ -3,7 +3,7 @@
 The twin of ``asyncengine.kernels.cpu.reference``: arithmetic is in float32, a result is rounded once to the model's
 dtype, and the result of a row depends on nothing but the row.
 """
-# mypy: disable-error-code="import-untyped, untyped-decorator"
+# mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call, import-untyped"
 
 from __future__ import annotations
 
@@ -16,6 +16,48 @@ from asyncengine.kernels.cuda.launch.compiling import kernel
 from asyncengine.kernels.cuda.launch.programmatic import launch_options, start_next, wait
 from asyncengine.kernels.cuda.rows.tensors import check, check_rows, empty_rows, gain_dtype
 from asyncengine.kernels.ops import Norm
+
+
+@triton.jit
+def load_gains(weight, bias, column, inside, NORM: tl.constexpr, CENTER: tl.constexpr):
+    """A norm's weight and bias in float32, and zeros for those that it does not have."""
+    scale = tl.zeros_like(column).to(tl.float32)
+    shift = scale
+    if NORM:
+        scale = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
+    if CENTER:
+        shift = tl.load(bias + column, mask=inside, other=0.0).to(tl.float32)
+    return scale, shift
+
+
+@triton.jit
+def norm_values(value, inside, scale, shift, eps, WIDTH: tl.constexpr, CENTER: tl.constexpr):
+    """The norm of a row in float32, which is 0 where it is not ``inside``."""
+    if CENTER:
+        value = tl.where(inside, value - tl.sum(value, 0) / WIDTH, 0.0)
+    value = value * tl.rsqrt(tl.sum(value * value, 0) / WIDTH + eps) * scale
+    if CENTER:
+        value += shift
+    return value
+
+
+@triton.jit
+def store_sum(
+    total, onto, onto_stride, normed, normed_stride, row, column, inside, scale, shift, eps,
+    WIDTH: tl.constexpr, ONTO: tl.constexpr, NORM: tl.constexpr, CENTER: tl.constexpr,
+):  # fmt: skip
+    """Add a row to that of the residual, or store it, rounded once; then the norm of the result, as norm_rows has
+    it."""
+    at = onto + row.to(tl.int64) * onto_stride + column
+    if ONTO:
+        total += tl.load(at, mask=inside, other=0.0).to(tl.float32)
+    rounded = total.to(onto.dtype.element_ty)
+    tl.store(at, rounded, mask=inside)
+    if NORM:
+        value = tl.where(inside, rounded.to(tl.float32), 0.0)
+        value = norm_values(value, inside, scale, shift, eps, WIDTH, CENTER)
+        to = normed + row.to(tl.int64) * normed_stride + column
+        tl.store(to, value.to(normed.dtype.element_ty), mask=inside)
 
 
 @kernel
@@ -41,9 +83,7 @@ def _norm_kernel(
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, TILE)
     inside = column < WIDTH
-    scale = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
-    if CENTER:
-        shift = tl.load(bias + column, mask=inside, other=0.0).to(tl.float32)
+    scale, shift = load_gains(weight, bias, column, inside, True, CENTER)
     wait(PDL)
     source = row
     if GATHER:
@@ -56,12 +96,7 @@ def _norm_kernel(
         value = value.to(x.dtype.element_ty).to(tl.float32)
         if not GATHER:
             tl.store(at, value.to(x.dtype.element_ty), mask=inside)
-    if CENTER:
-        mean = tl.sum(value, 0) / WIDTH
-        value = tl.where(inside, value - mean, 0.0)
-    value = value * tl.rsqrt(tl.sum(value * value, 0) / WIDTH + eps) * scale
-    if CENTER:
-        value += shift
+    value = norm_values(value, inside, scale, shift, eps, WIDTH, CENTER)
     tl.store(out + row * out_stride + column, value.to(out.dtype.element_ty), mask=inside)
 
 
