@@ -2,8 +2,8 @@
 
 A unit of work is a key head of a token, with the value heads that share it. Nobody else reads their part of the states,
 so that it also writes what the next step convolves. A program takes units in turn, and heads of a unit. The states of
-the next heads are copied to shared memory while it computes, the first ones before it waits for its inputs: they were
-written a step ago.
+the next heads are copied to shared memory while it computes, and the inputs of the next unit to registers. The first
+states come before it waits for its inputs: they were written a step ago.
 """
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call, import-untyped"
 # mypy: disable-error-code="assignment, var-annotated, unreachable, misc, no-redef"
@@ -111,6 +111,36 @@ def _load_inputs(source, before, column, inside, begun, CHANNELS: gl.constexpr, 
 
 
 @gluon.jit
+def _load_unit(
+    x, conv_states, token_slot, positions, unit, units, which, key, one, value, of_heads, x_stride, conv_stride,
+    KEY_HEADS: gl.constexpr, SHARE: gl.constexpr, KEYS: gl.constexpr, VALUES: gl.constexpr, SIZE: gl.constexpr,
+):  # fmt: skip
+    """A unit's slot, whether its state has begun, the inputs of its keys and of its values, and of its heads the
+    factors of the output, the rates and the times; zeros behind the last unit."""
+    HEADS: gl.constexpr = KEY_HEADS * SHARE
+    INNER: gl.constexpr = HEADS * VALUES
+    CHANNELS: gl.constexpr = 2 * KEY_HEADS * KEYS + INNER
+    wanted = unit < units
+    unit = gl.minimum(unit, units - 1)
+    group, token = unit % KEY_HEADS, unit // KEY_HEADS
+    slot = gl.load(token_slot + token)
+    there = (slot >= 0) & wanted
+    begun = there & (gl.load(positions + token) > 0)
+    before = conv_states + gl.maximum(slot, 0).to(gl.int64) * conv_stride
+    source = x + token * x_stride
+    of_keys = (which * KEY_HEADS + group) * KEYS + key
+    own = (group * SHARE + one) * VALUES + value
+    in_keys, in_own = (key >= 0) & (which >= 0) & there, (value >= 0) & (one < SHARE) & there
+    head, known = group * SHARE + of_heads, (of_heads < SHARE) & there
+    keys = _load_inputs(source, before, of_keys, in_keys, begun, CHANNELS, SIZE)
+    values = _load_inputs(source, before, 2 * KEY_HEADS * KEYS + own, in_own, begun, CHANNELS, SIZE)
+    factor = gl.load(source + CHANNELS + own, mask=in_own, other=0.0).to(gl.float32)
+    rates = gl.load(source + CHANNELS + INNER + head, mask=known, other=0.0).to(gl.float32)
+    times = gl.load(source + CHANNELS + INNER + HEADS + head, mask=known, other=0.0).to(gl.float32)
+    return slot, begun, keys, values, factor, rates, times
+
+
+@gluon.jit
 def _convolve(inputs, weight, bias, column, inside, CHANNELS: gl.constexpr, SIZE: gl.constexpr, BIAS: gl.constexpr):
     """Activated results of some channels."""
     y = inputs[0] * gl.load(weight + column, mask=inside, other=0.0)
@@ -212,29 +242,27 @@ def _delta_step_kernel(
         gdc_wait()
         gdc_launch_dependents()
 
+    inputs = _load_unit(
+        x, conv_states, token_slot, positions, first, units, which, key, one, value, of_heads, x_stride, conv_stride,
+        KEY_HEADS, SHARE, KEYS, VALUES, SIZE,
+    )  # fmt: skip
     number = 0
     for unit in range(first, units, step):
+        slot, begun, keys, values, factor, rates, times = inputs
         group, token = unit % KEY_HEADS, unit // KEY_HEADS
-        slot = gl.load(token_slot + token)
-        position = gl.load(positions + token)
         later = ()
         for h in gl.static_range(SHARE):
             next_unit = gl.minimum(unit + (h + BUFFERS) // SHARE * step, units - 1)
             later = later + (gl.load(token_slot + next_unit // KEY_HEADS),)
         there = slot >= 0
-        begun = there & (position > 0)
         home = gl.maximum(slot, 0).to(gl.int64)
-        before, source = conv_states + home * conv_stride, x + token * x_stride
+        before = conv_states + home * conv_stride
         of_keys = (which * KEY_HEADS + group) * KEYS + key
         own = (group * SHARE + one) * VALUES + value
         of_values = 2 * KEY_HEADS * KEYS + own
         in_keys, in_own = (key >= 0) & (which >= 0) & there, (value >= 0) & (one < SHARE) & there
-        keys = _load_inputs(source, before, of_keys, in_keys, begun, CHANNELS, SIZE)
-        values = _load_inputs(source, before, of_values, in_own, begun, CHANNELS, SIZE)
-        factor = gl.load(source + CHANNELS + own, mask=in_own, other=0.0).to(gl.float32)
         head, known = group * SHARE + of_heads, (of_heads < SHARE) & there
-        rates = _sigmoid(gl.load(source + CHANNELS + INNER + head, mask=known, other=0.0).to(gl.float32))
-        times = gl.load(source + CHANNELS + INNER + HEADS + head, mask=known, other=0.0).to(gl.float32)
+        rates = _sigmoid(rates)
         times += gl.load(dt_bias + head, mask=known, other=0.0)
         fades = gl.exp(gl.load(decay + head, mask=known, other=0.0) * _softplus(times))
         made = _convolve(keys, weight, conv_bias, of_keys, in_keys, CHANNELS, SIZE, BIAS)
@@ -246,6 +274,10 @@ def _delta_step_kernel(
         gl.thread_barrier()  # all have read the inputs that change now
         _keep(keys, before, of_keys, in_keys, CHANNELS, SIZE)
         _keep(values, before, of_values, in_own, CHANNELS, SIZE)
+        inputs = _load_unit(
+            x, conv_states, token_slot, positions, unit + step, units, which, key, one, value, of_heads, x_stride,
+            conv_stride, KEY_HEADS, SHARE, KEYS, VALUES, SIZE,
+        )  # fmt: skip
         q = _row(keys_shared, 0).load(gl.SliceLayout(1, STATE))
         k = _row(keys_shared, 1).load(gl.SliceLayout(1, STATE))
         for h in gl.static_range(SHARE):
