@@ -82,7 +82,7 @@ def delta_step(x: Tensor, mixer: DeltaNet, mixed: Mixed, step: DeviceStep, gpu: 
         VALUES=dim,
         SIZE=len(conv.weight),
         BIAS=conv.bias is not None,
-        BUFFERS=step_buffers(mixer, gpu) if units > programs else 1,
+        BUFFERS=min(step_buffers(mixer, gpu), triton.cdiv(units, programs) * share),
         VECTOR=vector,
         WARPS=_WARPS,
         num_warps=_WARPS,
