@@ -41,7 +41,9 @@ def make_experts(
 
 
 def choose_experts(logits: Tensor, rule: RoutingRule) -> Routing:
-    """The experts of rows with these logits float32 [T, E]."""
+    """The experts of rows with these logits float32 [T, E], or [T, E + 1] if a shared expert is gated."""
+    experts = logits.shape[1] - rule.num_gates
+    logits, gate = logits[:, :experts], logits[:, experts:]
     scores = logits.sigmoid() if rule.scores == "sigmoid" else logits.softmax(-1)
     choice = scores if rule.correction is None else scores + rule.correction
     if rule.kept_groups < rule.groups:
@@ -55,7 +57,13 @@ def choose_experts(logits: Tensor, rule: RoutingRule) -> Routing:
         weights = weights / (weights.sum(-1, keepdim=True) + rule.sum_offset)
     if rule.scale != 1:
         weights = weights * rule.scale
-    return Routing(weights if rule.factors is None else weights * rule.factors[ids], ids)
+    if rule.factors is not None:
+        weights = weights * rule.factors[ids]
+    if rule.shared != "none":
+        share = gate.sigmoid() if rule.num_gates else torch.ones_like(weights[:, :1])
+        weights = torch.cat((weights, share), 1)
+        ids = torch.cat((ids, torch.full_like(ids[:, :1], experts)), 1)
+    return Routing(weights, ids)
 
 
 def mix_rows(x: Tensor, routing: Routing, block: Block) -> Tensor:

@@ -218,16 +218,16 @@ class Routing(NamedTuple):
     """The experts that compute a step's rows."""
 
     weights: Tensor
-    """[T, top_k]: the factor on an expert's result"""
+    """[T, k]: the factor on an expert's result"""
     ids: Tensor
-    """integers [T, top_k]: indices of experts, different ones in a row"""
+    """integers [T, k]: indices of experts, different ones in a row"""
 
 
 class RoutingRule(NamedTuple):
-    """Rule by which a row's logits, one for each expert, choose the experts of the row and their weights."""
+    """Rule by which a row's logits, one for each of E experts, choose the experts of the row and their weights."""
 
     top_k: int
-    """Experts of a row: those with the greatest scores."""
+    """Experts that a row chooses: those with the greatest scores."""
     scores: Literal["softmax", "sigmoid"] = "softmax"
     """Scores are probabilities of the softmax over all experts, or sigmoids. A score is an expert's weight."""
     sums_to_one: bool = False
@@ -244,6 +244,21 @@ class RoutingRule(NamedTuple):
     group_scores: int = 2
     factors: Tensor | None = None
     """float32 [E]: factor on the weight of each expert, behind all else."""
+    shared: Literal["none", "plain", "gated"] = "none"
+    """Kind of the expert number E that computes every row, beside the chosen ones; none: there is no such expert.
+
+    The weight of a plain one is 1. The weight of a gated one is the sigmoid of one more logit, behind those of the E
+    experts. Nothing else of the rule applies to it."""
+
+    @property
+    def num_gates(self) -> int:
+        """Number of logits behind those of the E experts: 0 or 1."""
+        return int(self.shared == "gated")
+
+    @property
+    def experts_per_row(self) -> int:
+        """Experts that compute a row, the shared one included."""
+        return self.top_k + int(self.shared != "none")
 
 
 BatchT = TypeVar("BatchT", contravariant=True)
@@ -372,7 +387,10 @@ class Ops(Protocol[BatchT, ResidualT, HandleT]):
         """x [T, K], which may be what ``norm_linear`` activated, times the handle's weights, transposed: [T, N]."""
 
     def route(self, x: Tensor, router: HandleT, rule: RoutingRule, batch: BatchT) -> Routing:
-        """The experts of the rows of x [T, K], by the products with the router's weights [E, K] in float32."""
+        """The experts of the rows of x [T, K], by the products with the router's weights [E, K] in float32.
+
+        The router has one more row, the last one, where the rule's shared expert is gated.
+        """
 
     def rms_norm(self, x: Tensor, norm: Norm, batch: BatchT) -> Tensor:
         """The norm of the rows of x [M, H], where x is no residual."""

@@ -179,7 +179,7 @@ class Router(NamedTuple):
     """Chooses the experts of each row by the products with its weights."""
 
     weight: Handle
-    """weight [E, H]"""
+    """weight [E, H], or [E + 1, H] with the gate of the rule's shared expert"""
     rule: RoutingRule
 
 
@@ -195,8 +195,8 @@ class SharedExpert(NamedTuple):
 
 
 class MixtureBlock(NamedTuple):
-    """residual += the weighted results of each row's experts for norm(residual), and that of a shared expert; with an
-    output norm, the norm of what the mixture adds."""
+    """residual += the weighted results of each row's experts for norm(residual), and that of a shared expert which is
+    not one of the experts; with an output norm, the norm of what the mixture adds."""
 
     norm: Norm | None
     router: Router

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
+from asyncengine.kernels.grouped import are_alike
 from asyncengine.kernels.ops import RoutingRule
+from asyncengine.kernels.weight import PackedWeight
 from asyncengine.models.config import Mixture, ModelConfig, RawConfig
 from asyncengine.models.decoder import FeedForward, MixtureBlock, Router, SharedExpert
 from asyncengine.models.files import excerpt
@@ -46,18 +48,33 @@ def read_sparse_layers(raw: RawConfig, num_layers: int) -> tuple[bool, ...]:
     return tuple(index not in dense and (index + 1) % step == 0 for index in range(num_layers))
 
 
+class _Expert(NamedTuple):
+    """Weights of an expert: those of its first product, and that of its second."""
+
+    up: list[PackedWeight]
+    down: PackedWeight
+
+    def is_like(self, other: _Expert) -> bool:
+        """Return whether both have the same sizes and formats, so that a kernel package can put them in one stack."""
+        pairs = zip((*self.up, self.down), (*other.up, other.down), strict=True)
+        return self.down.in_features == other.down.in_features and all(are_alike(pair) for pair in pairs)
+
+
 def mixture_block(layer: LayerWeights) -> MixtureBlock:
+    """The mixture of a layer.
+
+    A shared expert that is like the others is one more of them, and its gate is one more row of the router. Any other
+    shared expert is computed by itself.
+    """
     config, mixture, ops, weights = layer.config, layer.config.mixture, layer.ops, layer.weights
     assert mixture is not None
-    names, hidden, inner = mixture.names, config.hidden_size, mixture.intermediate_size
+    names, hidden = mixture.names, config.hidden_size
     block = f"{layer.name}.{names.block}"
-    modules = [f"{block}.experts.{index}" for index in range(mixture.num_experts)]
-    up = [
-        weights.side_by_side([weights.weight(f"{module}.{name}", inner, hidden, cut="rows") for name in names.first])
-        for module in modules
+    experts = [
+        _read_expert(layer, f"{block}.experts.{index}", mixture.intermediate_size)
+        for index in range(mixture.num_experts)
     ]
-    down = [weights.weight(f"{module}.{names.down}", hidden, inner, cut="columns") for module in modules]
-    router = ops.make_linear([weights.table(f"{block}.gate", mixture.num_experts, hidden)], [None])
+    router = [weights.table(f"{block}.gate", mixture.num_experts, hidden)]
     correction = None
     if mixture.correction:
         correction = weights.float32(f"{block}.{mixture.correction}", mixture.num_experts)
@@ -65,24 +82,37 @@ def mixture_block(layer: LayerWeights) -> MixtureBlock:
         mixture.top_k, mixture.scores, mixture.sums_to_one, mixture.scale, correction, mixture.groups,
         mixture.kept_groups, mixture.sum_offset, mixture.group_scores,
     )  # fmt: skip
+    apart = None
+    if mixture.shared_size:
+        shared = _read_expert(layer, f"{block}.{names.shared}", mixture.shared_size)
+        gate = [weights.table(f"{block}.{names.shared}_gate", 1, hidden)] if mixture.gated_share else []
+        if shared.is_like(experts[0]):
+            experts.append(shared)
+            router = weights.side_by_side([*router, *gate])
+            rule = rule._replace(shared="gated" if gate else "plain")
+        else:
+            apart = _shared_expert(layer, shared, gate)
     return MixtureBlock(
         layer.block_norm(config.layer_norms.before_mlp),
-        Router(router, rule),
-        ops.make_experts(up, down, config.activation),
+        Router(ops.make_linear(router, [None] * len(router)), rule),
+        ops.make_experts([expert.up for expert in experts], [expert.down for expert in experts], config.activation),
         layer.block_norm(config.layer_norms.behind_mlp),
-        _shared_expert(layer, block, mixture) if mixture.shared_size else None,
+        apart,
     )
 
 
-def _shared_expert(layer: LayerWeights, block: str, mixture: Mixture) -> SharedExpert:
-    config, ops, weights, inner = layer.config, layer.ops, layer.weights, mixture.shared_size
-    module, names, hidden = f"{block}.{mixture.names.shared}", mixture.names, config.hidden_size
-    up = weights.side_by_side([weights.weight(f"{module}.{name}", inner, hidden, cut="rows") for name in names.first])
-    down = weights.weight(f"{module}.{names.down}", hidden, inner, cut="columns")
-    gate = None
-    if mixture.gated_share:
-        gate = ops.make_linear([weights.table(f"{module}_gate", 1, hidden)], [None])
-    return SharedExpert(ops.make_linear(up, [None] * len(up)), config.activation, ops.make_linear([down], [None]), gate)
+def _read_expert(layer: LayerWeights, module: str, inner: int) -> _Expert:
+    mixture, weights, hidden = layer.config.mixture, layer.weights, layer.config.hidden_size
+    assert mixture is not None
+    first = [weights.weight(f"{module}.{name}", inner, hidden, cut="rows") for name in mixture.names.first]
+    down = weights.weight(f"{module}.{mixture.names.down}", hidden, inner, cut="columns")
+    return _Expert(weights.side_by_side(first), down)
+
+
+def _shared_expert(layer: LayerWeights, expert: _Expert, gate: list[PackedWeight]) -> SharedExpert:
+    make = layer.ops.make_linear
+    up, down = make(expert.up, [None] * len(expert.up)), make([expert.down], [None])
+    return SharedExpert(up, layer.config.activation, down, make(gate, [None]) if gate else None)
 
 
 class MixtureForCausalLM(LlamaForCausalLM):

@@ -47,13 +47,15 @@ RULES = {
 }
 
 
+def on_device(rule: RoutingRule, device: torch.device) -> RoutingRule:
+    tensors = {"correction": rule.correction, "factors": rule.factors}
+    return rule._replace(**{name: None if tensor is None else tensor.to(device) for name, tensor in tensors.items()})
+
+
 @pytest.mark.parametrize("name", RULES)
 def test_routing_is_that_of_plain_operations(device: torch.device, name: str) -> None:
     rule, experts = RULES[name]
-    if rule.correction is not None:
-        rule = rule._replace(correction=rule.correction.to(device))
-    if rule.factors is not None:
-        rule = rule._replace(factors=rule.factors.to(device))
+    rule = on_device(rule, device)
     logits = random(40, experts + 3, seed=3).to(device)[:, :experts]
     got, expected = choose_experts(logits, rule), choose_plainly(logits, rule)
     places = got.ids.long().argsort(1), expected.ids.argsort(1)
@@ -66,11 +68,36 @@ def test_routing_is_that_of_plain_operations(device: torch.device, name: str) ->
     assert len(ids[0].unique(dim=0)) > 1
 
 
+@pytest.mark.parametrize("choose", [choose_experts, choose_plainly])
+@pytest.mark.parametrize("shared", ["plain", "gated"])
+@pytest.mark.parametrize("name", RULES)
+def test_a_shared_expert_is_the_last_one_of_each_row(
+    device: torch.device, name: str, shared: str, choose: Callable[[Tensor, RoutingRule], Routing]
+) -> None:
+    """The others and their weights are those of the rule without it, whatever its own logit is."""
+    rule, experts = RULES[name]
+    rule, gates = on_device(rule, device), int(shared == "gated")
+    logits = random(40, experts + gates + 2, seed=4).to(device)[:, : experts + gates]
+    if gates:
+        logits[:20, -1] *= 20
+    with_shared = rule._replace(shared=shared)
+    alone, got = choose(logits[:, :experts], rule), choose(logits, with_shared)
+    assert got.ids.shape == got.weights.shape == (40, with_shared.experts_per_row) == (40, rule.top_k + 1)
+    assert got.ids.is_contiguous()
+    assert got.weights.is_contiguous()
+    assert torch.equal(got.ids[:, :-1], alone.ids)
+    torch.testing.assert_close(got.weights[:, :-1], alone.weights, rtol=1e-6, atol=0)
+    assert (got.ids[:, -1] == experts).all()
+    expected = 1 / (1 + (-logits[:, -1].double()).exp()) if gates else torch.ones(40, dtype=torch.float64)
+    torch.testing.assert_close(got.weights[:, -1].double().cpu(), expected.cpu(), rtol=1e-6, atol=1e-9)
+
+
 def test_rows_that_are_no_numbers_are_routed_to_experts_that_there_are(device: torch.device) -> None:
     """A row has different experts, and weights that are no numbers, which sampling sees."""
     logits = random(4, 12, seed=1).to(device)
     logits[0], logits[1, 3:] = float("nan"), float("nan")
-    for rule in (RoutingRule(5), RoutingRule(5, "sigmoid", groups=4, kept_groups=2)):
+    rules = RoutingRule(5), RoutingRule(5, "sigmoid", groups=4, kept_groups=2), RoutingRule(4, shared="gated")
+    for rule in rules:
         weights, ids = choose_experts(logits, rule)
         assert ids.min() >= 0
         assert ids.max() < 12

@@ -33,7 +33,7 @@ MIXTURES: dict[str, tuple[str, dict[str, Any]]] = {
         "Qwen2Moe",
         {
             "num_hidden_layers": 4, "num_experts": 9, "num_experts_per_tok": 4, "moe_intermediate_size": 24,
-            "shared_expert_intermediate_size": 40, "norm_topk_prob": True, "decoder_sparse_step": 2,
+            "shared_expert_intermediate_size": 24, "norm_topk_prob": True, "decoder_sparse_step": 2,
             "use_sliding_window": True, "sliding_window": 7, "qkv_bias": False, "tie_word_embeddings": True,
         },
     ),

@@ -106,7 +106,7 @@ STATE_SPACES: dict[str, tuple[str, dict[str, Any]]] = {
         DELTA
         | {
             "num_hidden_layers": 4, "num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 24,
-            "shared_expert_intermediate_size": 32,
+            "shared_expert_intermediate_size": 24,
         },
     ),
     "qwen3-next-biased": (
@@ -143,7 +143,7 @@ STATE_SPACES: dict[str, tuple[str, dict[str, Any]]] = {
         DELTA
         | {
             "num_hidden_layers": 4, "linear_num_value_heads": 6, "num_experts": 4, "num_experts_per_tok": 4,
-            "moe_intermediate_size": 16, "shared_expert_intermediate_size": 24, "tie_word_embeddings": True,
+            "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16, "tie_word_embeddings": True,
             "initializer_range": 0.1,
         },
     ),

@@ -178,7 +178,6 @@ class CudaOps:
         return self._product(x, handle, self.choices.plan(handle.site(len(x), handle.format.result_dtype(x))))
 
     def route(self, x: Tensor, router: CudaLinear, rule: RoutingRule, batch: CudaBatch) -> Routing:
-        router = router.exact()
         plan = self.choices.plan(router.site(len(x), x.dtype))
         operand = self._projections.operand(x, router, plan)
         logits = as_tensor(self._projections.project(operand, router, plan, dtype=torch.float32))

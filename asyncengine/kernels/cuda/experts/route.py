@@ -33,12 +33,14 @@ def _route_kernel(
     CORRECTED: tl.constexpr,
     FACTORS: tl.constexpr,
     SUMS_TO_ONE: tl.constexpr,
+    SHARED: tl.constexpr,
+    GATED: tl.constexpr,
     GROUP_TILE: tl.constexpr,
     SIZE_TILE: tl.constexpr,
     K_TILE: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """A program is a row, whose experts lie in GROUPS of SIZE.
+    """A program is a row, whose experts lie in GROUPS of SIZE. SHARED: the expert behind these computes every row.
 
     Experts whose logits are no numbers are chosen last, so that indices are in range whatever the rows hold.
     """
@@ -87,13 +89,21 @@ def _route_kernel(
     weight *= scale
     if FACTORS:
         weight *= tl.load(factors + chosen)
-    tl.store(weights + row * TOP_K + k, weight, mask=k < TOP_K)
-    tl.store(ids + row * TOP_K + k, chosen, mask=k < TOP_K)
+    if SHARED:
+        share = tl.sigmoid(tl.load(logits + row * stride + GROUPS * SIZE).to(tl.float32)) if GATED else 1.0
+        weight = tl.where(k == TOP_K, share, weight)
+        chosen = tl.where(k == TOP_K, GROUPS * SIZE, chosen)
+    COUNT: tl.constexpr = TOP_K + SHARED
+    tl.store(weights + row * COUNT + k, weight, mask=k < COUNT)
+    tl.store(ids + row * COUNT + k, chosen, mask=k < COUNT)
 
 
 def choose_experts(logits: Tensor, rule: RoutingRule, *, pdl: bool = False) -> Routing:
-    """The experts of rows with these logits float32 [T, E], by the greatest scores; of equal scores the first."""
-    rows, experts = logits.shape
+    """The experts of rows with these logits float32 [T, E], by the greatest scores; of equal scores the first.
+
+    The logits are [T, E + 1] where a shared expert is gated.
+    """
+    rows, experts, count = len(logits), logits.shape[1] - rule.num_gates, rule.experts_per_row
     if logits.dtype != torch.float32 or logits.stride(1) != 1:
         raise ValueError(f"logits must be float32 with contiguous rows, got {logits.dtype} {logits.stride()}")
     for tensor, name in ((rule.correction, "correction"), (rule.factors, "factors")):
@@ -102,15 +112,16 @@ def choose_experts(logits: Tensor, rule: RoutingRule, *, pdl: bool = False) -> R
     size, remainder = divmod(experts, rule.groups)
     if remainder or not rule.top_k <= rule.kept_groups * size:
         raise ValueError(f"{rule} does not fit {experts} experts")
-    weights = torch.empty((rows, rule.top_k), dtype=torch.float32, device=logits.device)
-    ids = torch.empty((rows, rule.top_k), dtype=torch.int32, device=logits.device)
+    weights = torch.empty((rows, count), dtype=torch.float32, device=logits.device)
+    ids = torch.empty((rows, count), dtype=torch.int32, device=logits.device)
     sigmoid = rule.scores == "sigmoid"
     tiles = triton.next_power_of_2(rule.groups), triton.next_power_of_2(size)
     _route_kernel[(rows,)](
         logits, *(logits if tensor is None else tensor for tensor in (rule.correction, rule.factors)), weights, ids,
         logits.stride(0), rule.scale, rule.sum_offset, SIZE=size, GROUPS=rule.groups, KEPT=rule.kept_groups,
         BEST=rule.group_scores, TOP_K=rule.top_k, SIGMOID=sigmoid, CORRECTED=rule.correction is not None,
-        FACTORS=rule.factors is not None, SUMS_TO_ONE=rule.sums_to_one, GROUP_TILE=tiles[0], SIZE_TILE=tiles[1],
-        K_TILE=triton.next_power_of_2(rule.top_k), num_warps=1 if experts <= 256 else 4, **launch_options(pdl),
+        FACTORS=rule.factors is not None, SUMS_TO_ONE=rule.sums_to_one, SHARED=int(rule.shared != "none"),
+        GATED=rule.shared == "gated", GROUP_TILE=tiles[0], SIZE_TILE=tiles[1], K_TILE=triton.next_power_of_2(count),
+        num_warps=1 if experts <= 256 else 4, **launch_options(pdl),
     )  # fmt: skip
     return Routing(weights, ids)
