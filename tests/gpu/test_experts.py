@@ -23,7 +23,12 @@ from asyncengine.kernels.weight import INT4, PackedWeight, dense
 from asyncengine.models.weights.dummy import DummyWeights
 from asyncengine.models.weights.mxfp4 import pack_mxfp4
 
-SHAPES = {"qwen3-30b-a3b": (128, 8, 2048, 768), "gpt-oss-20b": (32, 4, 2880, 2880), "mixtral-8x7b": (8, 2, 4096, 14336)}
+SHAPES = {
+    "qwen3-30b-a3b": (128, 8, 2048, 768, "none"), "qwen3.6-35b-a3b": (257, 8, 2048, 512, "gated"),
+    "glm-4.5-air": (129, 8, 4096, 1408, "plain"), "gpt-oss-20b": (32, 4, 2880, 2880, "none"),
+    "mixtral-8x7b": (8, 2, 4096, 14336, "none"),
+}  # fmt: skip
+"""Experts with the shared one, those that a row chooses, sizes, and the kind of the shared expert."""
 
 
 def round_to_mxfp4(weight: Tensor) -> PackedWeight:
@@ -42,14 +47,15 @@ class Mixture:
     """A layer of experts of a real shape, and its results by torch."""
 
     def __init__(self, shape: str, form: str = "bf16") -> None:
-        self.experts, top_k, self.hidden, inner = SHAPES[shape]
+        self.experts, top_k, self.hidden, inner, shared = SHAPES[shape]
         self.device = torch.device("cuda")
         gpu = examine(self.device)
         self.ops = CudaOps(self.device, CudaOptions(pdl=gpu.dependent_launch, gpu=gpu))
-        self.rule = RoutingRule(top_k, sums_to_one=True)
+        self.rule = RoutingRule(top_k, sums_to_one=True, shared=shared)
         self.up = self.random(self.experts, 2 * inner, self.hidden, std=self.hidden**-0.5)
         self.down = self.random(self.experts, self.hidden, inner, std=inner**-0.5)
-        self.router = self.random(self.experts, self.hidden, std=self.hidden**-0.5)
+        logits = self.experts - (shared == "plain")
+        self.router = self.random(logits, self.hidden, std=self.hidden**-0.5)
         packings: dict[str, Callable[[Tensor], PackedWeight]] = {
             "bf16": dense, "fp8": pack_float8, "mxfp4": round_to_mxfp4, "int4": partial(round_to_groups, INT4),
         }  # fmt: skip
@@ -113,10 +119,11 @@ def test_experts_of_real_shapes(shape: str, form: str) -> None:
             mixture.check(residual.settle(), expected + 1)
 
 
+@pytest.mark.parametrize("shape", ["qwen3-30b-a3b", "qwen3.6-35b-a3b"])
 @torch.inference_mode()
-def test_a_captured_mixture_follows_its_rows() -> None:
+def test_a_captured_mixture_follows_its_rows(shape: str) -> None:
     """A replay with other rows routes them to their own experts, and equal rows give equal bits."""
-    mixture = Mixture("qwen3-30b-a3b")
+    mixture = Mixture(shape)
     for rows in (1, 64):
         x, batch = mixture.random(rows, mixture.hidden), mixture.batch(rows)
 

@@ -31,11 +31,13 @@ def coded(rows, inner, group, scales, fp4):
 shapes = {
     "gpt-oss-20b": (2880, 2880, 32, 4, "clamped_silu_mul", (32, torch.uint8, True)),
     "qwen3-30b-a3b": (2048, 768, 128, 8, "silu_mul", (128, torch.float32, False)),
+    "qwen3.6-35b-a3b": (2048, 512, 257, 8, "silu_mul", (128, torch.float32, False)),
 }
 for hidden, inner, count, top_k, activation, how in [shapes[sys.argv[1]]]:
+    rule = RoutingRule(top_k, sums_to_one=True, shared="gated" if count == 257 else "none")
     experts = Experts((coded(16, hidden, *how),), (coded(16, inner, *how),), activation, count)
     for rows in (1, 64, 2048) if sys.argv[2] == "all" else (1, 64):
-        routing = choose_experts(torch.zeros(rows, count), RoutingRule(top_k, sums_to_one=True), pdl=True)
+        routing = choose_experts(torch.zeros(rows, count), rule, pdl=True)
         mix(random(rows, hidden), routing, experts, out=random(rows, hidden), add=True, gpu=H200, pdl=True)
 for name, kernel in compiled.items():
     assert kernel.metadata.shared <= H200.shared_bytes, (name, kernel.metadata.shared)
@@ -46,11 +48,14 @@ for name, kernel in compiled.items():
     print(":".join([name.split()[0], *words, *spills(kernel)]))
 """
 
+MODELS = ("gpt-oss-20b", "qwen3-30b-a3b", "qwen3.6-35b-a3b")
+
 
 @pytest.mark.sampled(2)
-@pytest.mark.parametrize("model", ["gpt-oss-20b", "qwen3-30b-a3b"])
+@pytest.mark.parametrize("model", MODELS)
 def test_mixtures_of_experts_in_codes_compile(tmp_path: Path, model: str) -> None:
-    """The shapes of gpt-oss-20b in MXFP4 and of Qwen3-30B-A3B in int4: one row, many, and a prompt.
+    """The shapes of gpt-oss-20b in MXFP4 and of Qwen3-30B-A3B and Qwen3.6-35B-A3B in int4, the last one with a shared
+    expert among its experts: one row, many, and a prompt.
 
     No code moves between threads in the loops of the kernel for few rows of each expert.
     """
@@ -66,7 +71,7 @@ CODED_ELSEWHERE = CODED_EXPERTS.replace("H200", "A100")
 
 
 @pytest.mark.sampled(2)
-@pytest.mark.parametrize("model", ["gpt-oss-20b", "qwen3-30b-a3b"])
+@pytest.mark.parametrize("model", MODELS)
 def test_mixtures_of_experts_in_codes_compile_for_cards_without_gluon(tmp_path: Path, model: str) -> None:
     compiled = run(tmp_path, "-c", CODED_ELSEWHERE, model, AMOUNT)
     names = {name.partition(":")[0] for name in compiled}

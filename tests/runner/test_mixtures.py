@@ -27,6 +27,7 @@ COUNT = 4
     [
         ("gpt-oss", "cuda"),
         ("glm4-moe-groups", "cpu"),
+        ("qwen2-moe-window", "cuda"),
         ("qwen2-moe-window", "cpu"),
         ("deepseek-v3", "cuda"),
         ("deepseek-v3", "cpu"),
