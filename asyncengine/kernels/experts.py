@@ -42,7 +42,7 @@ def make_experts(
 
 def choose_experts(logits: Tensor, rule: RoutingRule) -> Routing:
     """The experts of rows with these logits float32 [T, E], or [T, E + 1] if a shared expert is gated."""
-    experts = logits.shape[1] - rule.num_gates
+    experts = logits.shape[1] - (rule.shared == "gated")
     logits, gate = logits[:, :experts], logits[:, experts:]
     scores = logits.sigmoid() if rule.scores == "sigmoid" else logits.softmax(-1)
     choice = scores if rule.correction is None else scores + rule.correction
@@ -60,7 +60,7 @@ def choose_experts(logits: Tensor, rule: RoutingRule) -> Routing:
     if rule.factors is not None:
         weights = weights * rule.factors[ids]
     if rule.shared != "none":
-        share = gate.sigmoid() if rule.num_gates else torch.ones_like(weights[:, :1])
+        share = gate.sigmoid() if rule.shared == "gated" else torch.ones_like(weights[:, :1])
         weights = torch.cat((weights, share), 1)
         ids = torch.cat((ids, torch.full_like(ids[:, :1], experts)), 1)
     return Routing(weights, ids)

@@ -245,20 +245,9 @@ class RoutingRule(NamedTuple):
     factors: Tensor | None = None
     """float32 [E]: factor on the weight of each expert, behind all else."""
     shared: Literal["none", "plain", "gated"] = "none"
-    """Kind of the expert number E that computes every row, beside the chosen ones; none: there is no such expert.
-
-    The weight of a plain one is 1. The weight of a gated one is the sigmoid of one more logit, behind those of the E
-    experts. Nothing else of the rule applies to it."""
-
-    @property
-    def num_gates(self) -> int:
-        """Number of logits behind those of the E experts: 0 or 1."""
-        return int(self.shared == "gated")
-
-    @property
-    def experts_per_row(self) -> int:
-        """Experts that compute a row, the shared one included."""
-        return self.top_k + int(self.shared != "none")
+    """Kind of the expert number E, which computes every row beside the chosen ones, or none if there is no such expert.
+    A plain one has the weight 1. A gated one has the sigmoid of one more logit, behind those of the E experts. Nothing
+    else of the rule applies to it."""
 
 
 BatchT = TypeVar("BatchT", contravariant=True)
@@ -387,10 +376,8 @@ class Ops(Protocol[BatchT, ResidualT, HandleT]):
         """x [T, K], which may be what ``norm_linear`` activated, times the handle's weights, transposed: [T, N]."""
 
     def route(self, x: Tensor, router: HandleT, rule: RoutingRule, batch: BatchT) -> Routing:
-        """The experts of the rows of x [T, K], by the products with the router's weights [E, K] in float32.
-
-        The router has one more row, the last one, where the rule's shared expert is gated.
-        """
+        """The experts of the rows of x [T, K], by the products with the router's weights in float32. The weights are
+        [E, K], or [E + 1, K] where the rule's shared expert is gated."""
 
     def rms_norm(self, x: Tensor, norm: Norm, batch: BatchT) -> Tensor:
         """The norm of the rows of x [M, H], where x is no residual."""

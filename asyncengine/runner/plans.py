@@ -191,7 +191,7 @@ class _PlanOps(CudaOps):
 
     def route(self, x: Tensor, router: CudaLinear, rule: RoutingRule, batch: CudaBatch) -> Routing:
         self._note("router", router, x, len(x), None, None)
-        shape = len(x), rule.experts_per_row
+        shape = len(x), rule.top_k + (rule.shared != "none")
         return Routing(x.new_empty(shape), x.new_empty(shape))
 
     def experts(self, x: Tensor, routing: Routing, experts: Experts[CudaLinear], batch: CudaBatch) -> Tensor:

@@ -80,9 +80,8 @@ def test_a_shared_expert_is_the_last_one_of_each_row(
     logits = random(40, experts + gates + 2, seed=4).to(device)[:, : experts + gates]
     if gates:
         logits[:20, -1] *= 20
-    with_shared = rule._replace(shared=shared)
-    alone, got = choose(logits[:, :experts], rule), choose(logits, with_shared)
-    assert got.ids.shape == got.weights.shape == (40, with_shared.experts_per_row) == (40, rule.top_k + 1)
+    alone, got = choose(logits[:, :experts], rule), choose(logits, rule._replace(shared=shared))
+    assert got.ids.shape == got.weights.shape == (40, rule.top_k + 1)
     assert got.ids.is_contiguous()
     assert got.weights.is_contiguous()
     assert torch.equal(got.ids[:, :-1], alone.ids)

@@ -103,7 +103,7 @@ def choose_experts(logits: Tensor, rule: RoutingRule, *, pdl: bool = False) -> R
 
     The logits are [T, E + 1] where a shared expert is gated.
     """
-    rows, experts, count = len(logits), logits.shape[1] - rule.num_gates, rule.experts_per_row
+    rows, experts, count = len(logits), logits.shape[1] - (rule.shared == "gated"), rule.top_k + (rule.shared != "none")
     if logits.dtype != torch.float32 or logits.stride(1) != 1:
         raise ValueError(f"logits must be float32 with contiguous rows, got {logits.dtype} {logits.stride()}")
     for tensor, name in ((rule.correction, "correction"), (rule.factors, "factors")):
