@@ -108,7 +108,9 @@ def test_rows_that_are_no_numbers_are_routed_to_experts_that_there_are(device: t
 # ---- sorting ----
 
 
-@pytest.mark.parametrize(("rows", "experts", "top_k", "tile"), [(1, 5, 2, 16), (50, 7, 3, 16), (700, 3, 3, 32)])
+@pytest.mark.parametrize(
+    ("rows", "experts", "top_k", "tile"), [(1, 5, 2, 16), (50, 7, 3, 16), (700, 3, 3, 32), (20, 257, 9, 16)]
+)
 def test_pairs_are_sorted_by_expert(device: torch.device, rows: int, experts: int, top_k: int, tile: int) -> None:
     ids = random(rows, experts, seed=1).topk(top_k, 1)[1].to(torch.int32).to(device)
     order, tiles, limit, _ = sort_pairs(ids, experts, tile)

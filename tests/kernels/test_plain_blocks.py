@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import Qwen3MoeConfig
+from transformers import Qwen2MoeConfig, Qwen3MoeConfig
+from transformers.models.qwen2_moe.modeling_qwen2_moe import Qwen2MoeSparseMoeBlock
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
 
 from asyncengine._core import StepBatch
@@ -19,7 +20,7 @@ from asyncengine.kernels.cpu.reference import ReferenceOps
 from asyncengine.kernels.cuda.linear.residual import Residual as DeviceResidual
 from asyncengine.kernels.cuda.ops import CudaBatch, CudaOps
 from asyncengine.kernels.cuda.step.tensors import allocate_step
-from asyncengine.kernels.ops import Activation, Norm, Routing
+from asyncengine.kernels.ops import Activation, Norm, Routing, RoutingRule
 from asyncengine.kernels.weight import dense
 from tests.kernels.twins import NO_STEP, activated
 
@@ -138,13 +139,14 @@ def test_additions_go_through_the_reduction(package: Package) -> None:
 # ---- experts ----
 
 
-def mixture() -> Any:
-    """A block of Qwen3-MoE by transformers."""
-    config = Qwen3MoeConfig(
-        hidden_size=HIDDEN, moe_intermediate_size=INNER, num_experts=EXPERTS, num_experts_per_tok=TOP_K
-    )
+def mixture(*, shared: bool = False) -> Any:
+    """A block of Qwen3-MoE by transformers; with a shared expert of the same size, which is gated, one of Qwen2-MoE."""
+    sizes = {
+        "hidden_size": HIDDEN, "moe_intermediate_size": INNER, "num_experts": EXPERTS, "num_experts_per_tok": TOP_K
+    }  # fmt: skip
+    config = Qwen2MoeConfig(**sizes, shared_expert_intermediate_size=INNER) if shared else Qwen3MoeConfig(**sizes)
     config._experts_implementation = "eager"
-    block = Qwen3MoeSparseMoeBlock(config).eval()
+    block = (Qwen2MoeSparseMoeBlock if shared else Qwen3MoeSparseMoeBlock)(config).eval()
     for seed, parameter in enumerate(block.parameters()):
         torch.nn.init.normal_(parameter, 0, 0.3, generator=torch.Generator().manual_seed(seed))
     return block
@@ -164,6 +166,27 @@ def test_experts_are_those_of_transformers(package: Package, dtype: torch.dtype)
     assert got.dtype == dtype
     tolerance = 1e-5 if dtype == torch.float32 else 2.0**-6
     assert (got - expected).abs().max() <= tolerance * expected.abs().max()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_gated_expert_of_all_rows_is_that_of_transformers(package: Package, dtype: torch.dtype) -> None:
+    """As the last expert of the stack, with its gate as the last row of a router of no multiple of 8 rows."""
+    block, ops = mixture(shared=True).to(package.device, dtype), package.ops
+    one, rule = block.shared_expert, RoutingRule(TOP_K, shared="gated")
+    with torch.inference_mode():
+        wide = torch.cat((one.gate_proj.weight, one.up_proj.weight))[None]
+        up = torch.cat((block.experts.gate_up_proj, wide)).detach()
+        down = torch.cat((block.experts.down_proj, one.down_proj.weight[None])).detach()
+        experts = package.experts(up, down, "silu_mul")
+        parts = [dense(weight.detach()) for weight in (block.gate.weight, block.shared_expert_gate.weight)]
+        router = ops.make_linear(parts, [None, None])
+        for rows in (1, 9):
+            x = package.random(rows, HIDDEN, seed=1, dtype=dtype) * 4
+            expected = block(x[None])[0]
+            got = ops.experts(x, ops.route(x, router, rule, NO_STEP), experts, NO_STEP)
+            tolerance = 1e-5 if dtype == torch.float32 else 2.0**-6
+            assert got.dtype == dtype
+            assert (got - expected).abs().max() <= tolerance * expected.abs().max()
 
 
 def routing(package: Package, rows: int) -> Routing:
