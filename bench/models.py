@@ -25,6 +25,7 @@ from asyncengine.cli.benchmarks import report
 from asyncengine.cli.benchmarks.report import Figure
 from asyncengine.cli.embed import loop_factory
 from asyncengine.models.config import ModelConfig
+from asyncengine.models.state_space import with_half_states
 
 
 def main() -> None:
@@ -56,8 +57,10 @@ def main() -> None:
 
 
 async def measure(shape: str, args: argparse.Namespace, **config: Any) -> dict[str, Any]:
-    """Milliseconds by batch, and the bytes of each step."""
+    """Milliseconds by batch, and the bytes of each step. ``config`` has further settings of the engine."""
     c = read_model(shape)
+    if config.get("state_dtype") == "bfloat16":
+        c = with_half_states(c)
     args.max_model_len = min(c.max_positions, max(args.max_model_len, args.context))
     async with opened(shape, args, max_num_seqs=max(args.batches), **config) as engine:
         runs = [await steps(engine, c, args) for _ in range(args.repeats)]

@@ -1,7 +1,7 @@
 """Decode, prompts and conversations of models whose layers keep a state or a latent, beside floors and a dense model.
 
     python bench/states.py [--part decode|context|prompt|conversation|latent] [--model qwen3.5-9b] [--layers N]
-        [--device cpu] [--json FILE]
+        [--state-dtype bfloat16] [--device cpu] [--json FILE]
 
 - decode: milliseconds of a step at 1, 8 and 64 rows beside the floor of bench/models.py (weights that its rows touch,
   states read and written, keys and values read), and beside a dense model of the same bytes of weights.
@@ -172,7 +172,7 @@ async def decode_part(bench: Bench) -> None:
     batches = bench.args.batches
     for shape in bench.args.model or SHAPES:
         name, made = Path(shape).name, fitted(bench, shape, max(batches), bench.args.context)
-        result = await models.measure(made, options(bench, bench.args.context))
+        result = await models.measure(made, options(bench, bench.args.context), state_dtype=bench.args.state_dtype)
         twin = dense_twin(bench, made)
         dense = await models.measure(twin, options(bench, bench.args.context)) if twin else None
         bench.results[f"decode, {name}"] = {"model": result, "dense": dense}
@@ -317,6 +317,7 @@ def main() -> None:
     parser.add_argument("--part", action="append", choices=tuple(PARTS), help="(default: all)")
     parser.add_argument("--model", action="append", help="a shape or a directory (default: those of the part)")
     parser.add_argument("--layers", type=int, help="of every shape at most")
+    parser.add_argument("--state-dtype", choices=("float32", "bfloat16"), default="float32", help="in the decode part")
     parser.add_argument("--batches", default="1,8,64", help="rows of the steps (default: %(default)s)")
     parser.add_argument("--context", type=int, default=256, help="tokens that a row sees in the decode part")
     parser.add_argument("--short", type=int, default=1024, help="context of the context part (default: %(default)s)")
