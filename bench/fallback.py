@@ -1,7 +1,8 @@
 """Decode speed of one model by its native file and by its modules of transformers, in turn.
 
 ``python bench/fallback.py [--device cpu|cuda] [--rows 1 8] [--hidden 1024] [--layers 8] [--vocab 32000]
-[--dtype bfloat16]`` prints milliseconds of a step. Llama-3.1-8B is ``--hidden 4096 --layers 32 --vocab 128256``.
+[--dtype bfloat16] [--json FILE]`` prints milliseconds of a step, the fastest of the repeats. Llama-3.1-8B is
+``--hidden 4096 --layers 32 --vocab 128256``.
 """
 
 from __future__ import annotations
@@ -15,7 +16,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 from asyncengine import AsyncEngine, SamplingParams
+from asyncengine.cli.benchmarks import report
+from asyncengine.cli.benchmarks.report import Figure
 
+LEAST_SHARE = {"cuda": 0.7, "cpu": 0.5}
+"""Least speed of the modules over that of the native file, by device."""
 PROMPT_TOKENS, TOKENS = 16, 48
 WAYS: tuple[Literal["native"], Literal["transformers"]] = ("native", "transformers")
 
@@ -58,7 +63,9 @@ async def main() -> None:
     parser.add_argument("--vocab", type=int, default=32000)
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--json", default="bench/results/fallback.json")
     args = parser.parse_args()
+    figures: list[Figure] = []
     with tempfile.TemporaryDirectory() as directory:
         write_config(directory, args.hidden, args.layers, args.vocab)
         settings: Any = {
@@ -81,6 +88,13 @@ async def main() -> None:
                 one, other = map(min, times)
                 share = one / other
                 print(f"{rows:4} rows: native {one:.2f} ms, transformers {other:.2f} ms, {share:.2f} of its speed")
+                figures += [
+                    Figure(f"{rows} rows, native", one, "ms/step"),
+                    Figure(f"{rows} rows, transformers", other, "ms/step"),
+                    Figure(f"{rows} rows, share", share, "x", at_least=LEAST_SHARE.get(args.device)),
+                ]
+    settings = {key: value for key, value in vars(args).items() if key != "json"}
+    report.write(args.json, report.record("fallback", figures, repeats=args.repeats, settings=settings))
 
 
 if __name__ == "__main__":
