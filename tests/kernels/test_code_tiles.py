@@ -6,6 +6,7 @@ The kernel of direct.py runs on a card alone. Here its threads are imitated: the
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +19,10 @@ from asyncengine.kernels.cuda.linear import ends as endings
 from asyncengine.kernels.cuda.linear.candidates import candidates
 from asyncengine.kernels.cuda.linear.choose import choose, default_plan
 from asyncengine.kernels.cuda.linear.coded import coded_linear
-from asyncengine.kernels.cuda.linear.decode import bytes_of_word, nibbles_of_word
+from asyncengine.kernels.cuda.linear.decode import FP4_PLACES, INT4_PLACES, bytes_of_word, int4_unit, nibbles_of_word
 from asyncengine.kernels.cuda.linear.formats.grouped import Grouped
 from asyncengine.kernels.cuda.linear.formats.registry import format_of
-from asyncengine.kernels.cuda.linear.grouped import TILE_COLUMNS, GroupedMatrix, in_tiles, multiply, unpack
+from asyncengine.kernels.cuda.linear.grouped import TILE_COLUMNS, GroupedMatrix, _in_lanes, in_tiles, multiply, unpack
 from asyncengine.kernels.cuda.linear.plan import Plan, Site
 from asyncengine.kernels.cuda.linear.tables import PlanTable
 from asyncengine.kernels.grouped import CODES, numbers, unpack_nibbles
@@ -36,10 +37,14 @@ from tests.kernels.twins import assert_within
 
 def converted(form: str, words: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Numbers of words int64 [n] by the instructions of decode.py: of int4 [n, 2 halves, 4 bytes], of int8 [n, 1, 4]"""
-    half, low, high = dtype == torch.float16, ("p", "q"), ("r", "s")
-    text = bytes_of_word("word", *low, half=half) if form == INT8 else nibbles_of_word("word", low, high, half=half)
-    made, parts = execute(text, {"word": words}), (low,) if form == INT8 else (low, high)
-    return torch.stack([torch.cat([halves(made[name], dtype).double() for name in part], 1) for part in parts], 1)
+    half = dtype == torch.float16
+    if form == INT8:
+        text, unit, parts = bytes_of_word("word", "p", "q", half=half), 1.0, ["pq"]
+    else:
+        text, unit, parts = nibbles_of_word("word", "pqrv", half=half), int4_unit(half=half), ["pq", "rv"]
+    made = execute(text, {"word": words})
+    of_parts = [torch.cat([halves(made[name], dtype).double() for name in part], 1) for part in parts]
+    return torch.stack(of_parts, 1) / unit
 
 
 @pytest.mark.parametrize("dtype", DTYPES.values())
@@ -49,7 +54,22 @@ def test_every_byte_becomes_its_numbers(dtype: torch.dtype) -> None:
     words = (codes << 8 * torch.arange(4)).sum(1)
     assert torch.equal(converted(INT8, words, dtype)[:, 0], codes.to(torch.uint8).view(torch.int8).double())
     of_halves = torch.stack((codes & 15, codes >> 4), 1) - 8
-    assert torch.equal(converted(INT4, words, dtype), of_halves.double())
+    lanes = _in_lanes(codes.to(torch.uint8), INT4_PLACES).view(torch.int32).flatten().long() & WORD
+    assert torch.equal(converted(INT4, lanes, dtype), of_halves.double())
+
+
+@pytest.mark.parametrize("places", [INT4_PLACES, FP4_PLACES], ids=["int4", "floats"])
+def test_bits_of_four_codes_are_at_their_places(places: tuple[tuple[int, ...], ...]) -> None:
+    """Each code alone sets the bits of its places, in the 16 bits of its byte, and together they are all bits."""
+    assert sorted(place for of_one in places for place in of_one) == list(range(16))
+    for byte, half in product(range(4), range(2)):
+        codes = torch.zeros(16, 4, dtype=torch.uint8)
+        codes[:, byte] = torch.arange(16) << 4 * half
+        lanes = _in_lanes(codes, places).view(torch.uint16).int()
+        of_one = places[2 * half + byte // 2]
+        for code in range(16):
+            expected = sum((code >> 3 - i & 1) << place for i, place in enumerate(of_one))
+            assert lanes[code].tolist() == [expected * (byte % 2 == 0), expected * (byte % 2 == 1)]
 
 
 def packed(weights: list[PackedWeight]) -> GroupedMatrix:

@@ -14,9 +14,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from asyncengine.kernels.cuda.linear.decode import FP4_PLACES, fp4, nibbles, scaled_fp4
+from asyncengine.kernels.cuda.linear.decode import fp4, int4_unit, nibbles, scaled_fp4
 from asyncengine.kernels.cuda.linear.formats.base import Matrix, values_and_scale
-from asyncengine.kernels.cuda.linear.grouped import TILE, CodedRows, in_tiles
+from asyncengine.kernels.cuda.linear.grouped import TILE, CodedRows, at_tiles, in_tiles
 from asyncengine.kernels.grouped import FP4_NUMBERS, are_alike
 from asyncengine.kernels.weight import INT4, PackedWeight
 
@@ -44,8 +44,7 @@ def stays_coded(weights: Sequence[PackedWeight]) -> bool:
 def stack_codes(weights: Sequence[PackedWeight]) -> CodedRows:
     """Join weights that stay coded, one below another, their codes in tiles."""
     fp4, columns = "table" in weights[0].tensors, weights[0].in_features
-    tiles = (in_tiles(INT4, _whole_tiles(weight.tensors["codes"], fp4=fp4)) for weight in weights)
-    codes = torch.cat([_in_lanes(of_one) if fp4 else of_one for of_one in tiles])
+    codes = torch.cat([in_tiles(INT4, _whole_tiles(weight.tensors["codes"], fp4=fp4), fp4=fp4) for weight in weights])
     scales = torch.cat([weight.tensors["scales"] for weight in weights])
     return CodedRows(codes, _in_words(_as_exponents(scales) if fp4 else scales), columns, fp4)
 
@@ -55,21 +54,6 @@ def _whole_tiles(codes: Tensor, *, fp4: bool) -> Tensor:
     missing = -codes.shape[1] % (TILE // 2)
     zero = 0 if fp4 else 0x88
     return torch.cat((codes, codes.new_full((len(codes), missing), zero)), 1) if missing else codes
-
-
-def _in_lanes(tiles: Tensor) -> Tensor:
-    """Floats of 4 bits in tiles, with the bits of each four in the order of FP4_PLACES.
-
-    Of 4 bytes the first 16 bits have bytes 0 and 2, the others bytes 1 and 3: their low halves, then their high ones.
-    """
-    nibbles = tiles.view(*tiles.shape[:-1], -1, 2, 2).to(torch.int32)  # [..., first or second byte of a pair]
-    floats = torch.stack((nibbles & 15, nibbles >> 4), -3)  # [..., half, pair, which]
-    lanes = torch.zeros_like(nibbles[..., 0, :])
-    for number, places in enumerate(FP4_PLACES):
-        code = floats[..., number // 2, number % 2, :]
-        for bit, place in zip((3, 2, 1, 0), places, strict=True):
-            lanes |= (code >> bit & 1) << place
-    return lanes.to(torch.uint16).view(torch.uint8).view(tiles.shape)
 
 
 def _in_words(scales: Tensor) -> Tensor:
@@ -132,23 +116,16 @@ def load_scales(scales, row, first, K: tl.constexpr, G: tl.constexpr, PITCH: tl.
 
 
 @triton.jit
-def load_codes(codes, row, first, K: tl.constexpr, BK: tl.constexpr, FP4: tl.constexpr, EVEN: tl.constexpr):
-    """Load the columns from ``first`` on, for rows [BN]: bytes [BN, BK / 32, 16], of floats int16 [BN, BK / 32, 8].
+def load_codes(codes, row, first, K: tl.constexpr, BK: tl.constexpr, EVEN: tl.constexpr):
+    """Load the columns from ``first`` on, for rows [BN], as words int16 [BN, BK / 32, 8] of four codes each.
 
     Behind the last tile are zeros. ``first`` is the first column of a tile. EVEN: no step begins or ends behind the
     last column, so that nothing is masked.
     """
-    EACH: tl.constexpr = 2 if FP4 else 1
-    WIDTH: tl.constexpr = (K + 127) // 128 * 64 // EACH
-    TILE_WIDTH: tl.constexpr = 64 // EACH
-    if FP4:
-        codes = codes.to(tl.pointer_type(tl.int16))
-    place = tl.arange(0, BK // 2 // EACH)
-    row = row.to(tl.int64)
-    at = codes + (row // 8 * (8 * WIDTH) + row % 8 * TILE_WIDTH)[:, None] + first * (4 // EACH)
-    at += (place // TILE_WIDTH * (8 * TILE_WIDTH) + place % TILE_WIDTH)[None, :]
-    packed = _load_inside(at, (first // 128 * TILE_WIDTH + place < WIDTH)[None, :], EVEN)
-    return tl.reshape(packed, [row.shape[0], BK // 32, 16 // EACH])
+    WIDTH: tl.constexpr = (K + 127) // 128 * 32
+    at = codes.to(tl.pointer_type(tl.int16)) + at_tiles(row.to(tl.int64), WIDTH, BK // 4, 2) + first * 2
+    packed = _load_inside(at, (first // 4 + tl.arange(0, BK // 4) < WIDTH)[None, :], EVEN)
+    return tl.reshape(packed, [row.shape[0], BK // 32, 8])
 
 
 @triton.jit
@@ -168,8 +145,10 @@ def decode(packed, scales, dtype: tl.constexpr, FP4: tl.constexpr, PLAIN: tl.con
     else:
         if FP4:
             low, high = fp4(packed, PLAIN)
-        else:
+        else:  # a power of 2 changes no rounding
             low, high = nibbles(packed, tl.float16 if dtype == tl.float16 else tl.bfloat16, PLAIN)
+            MORE: tl.constexpr = 1 / int4_unit(half=dtype == tl.float16)
+            low_scale, high_scale = low_scale.to(tl.float32) * MORE, high_scale.to(tl.float32) * MORE
         low, high = _scaled(low, low_scale, dtype), _scaled(high, high_scale, dtype)
     return low, high
 

@@ -27,7 +27,7 @@ from asyncengine.kernels.cuda.experts.plan import DirectTiles
 from asyncengine.kernels.cuda.experts.sort import SortedPairs
 from asyncengine.kernels.cuda.launch.gluon import GluonKernel
 from asyncengine.kernels.cuda.launch.programmatic import launch_options
-from asyncengine.kernels.cuda.linear.decode import fp4_of_word
+from asyncengine.kernels.cuda.linear.decode import fp4_of_word, int4_unit
 from asyncengine.kernels.cuda.linear.ends import activate_sums
 from asyncengine.kernels.cuda.linear.grouped import TILE, CodedRows
 from asyncengine.kernels.cuda.linear.handle import CudaLinear
@@ -172,6 +172,7 @@ def direct_experts_kernel(
     KT: gl.constexpr = (K + 127) // 128
     STRIDE: gl.constexpr = WK * UNITS
     WARPS: gl.constexpr = WK * WN
+    UNIT: gl.constexpr = 1.0 if FP4 else int4_unit(half=HALF)
     ONE: gl.constexpr = G >= 128
     PER_UNIT: gl.constexpr = 1 if ONE else 2
     THREADS: gl.constexpr = WIDTH // 8
@@ -230,7 +231,7 @@ def direct_experts_kernel(
         weight_row = gl.minimum(weight_row_at(place, column, columns, GATED), all_rows - 1) + expert * all_rows
         at_scales = scales + weight_row.to(gl.int64)[None, :] * PITCH
         scale = _load_group_scales(at_scales, warp, 0, KT, K // G, G, WK, UNITS)
-        ones = gl.full([WK, BN, 16], 1.0, dtype, gl.DotOperandLayout(0, PARTS, 2))
+        ones = gl.full([WK, BN, 16], UNIT, dtype, gl.DotOperandLayout(0, PARTS, 2))
 
     acc = gl.zeros([WK, BN, BM], gl.float32, PARTS)
     # Two steps in a turn of the loop: what is loaded ahead changes places without being moved.
@@ -262,7 +263,7 @@ def direct_experts_kernel(
             if AHEAD:
                 pairs = next_pairs
 
-    acc = gl.sum(gl.convert_layout(acc, TOGETHER), 0)
+    acc = gl.sum(gl.convert_layout(acc, TOGETHER), 0) * (1 / UNIT)
     if BIAS:
         of = gl.minimum(weight_row_at(gl.arange(0, BN, gl.SliceLayout(1, SUMS)), column, columns, GATED), all_rows - 1)
         acc += gl.load(bias + expert * all_rows + of).to(gl.float32)[:, None]

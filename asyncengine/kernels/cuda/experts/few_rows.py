@@ -58,7 +58,7 @@ def _sum_coded(codes, scales, row, x, K: tl.constexpr, STEPS: tl.constexpr, HELD
         w, scale, lows, highs = (), (), (), ()
         for i in tl.static_range(HELD):
             at = (first + i) * BK
-            w = w + (load_codes(codes, row, at, K, BK, FP4, EVEN),)
+            w = w + (load_codes(codes, row, at, K, BK, EVEN),)
             scale = scale + (load_scales(scales, row, at, K, G, PITCH, BK, EVEN),)
             lows = lows + (tl.load(x + at + k, mask=at + k < K, other=0.0),)
             highs = highs + (tl.load(x + at + k + 64, mask=at + k + 64 < K, other=0.0),)

@@ -75,7 +75,7 @@ def _grouped_kernel(
     acc = tl.zeros([BN, BM], tl.float32)
     for done in tl.range(0, K, BK, num_stages=STAGES):
         if G:
-            packed = load_codes(weight, row, done, K, BK, FP4, K % BK == 0)
+            packed = load_codes(weight, row, done, K, BK, K % BK == 0)
             scales = load_scales(weight_scale, row, done, K, G, PITCH, BK, K % BK == 0)
             low, high = decode(packed, scales, x.dtype.element_ty, FP4, PLAIN)
             x_low = tl.load(from_x + done, mask=(done + k < K)[:, None] & there[None, :], other=0.0)

@@ -7,8 +7,8 @@ of its group's products and not to each weight, so that a weight costs two or th
 programs where the weight has too few rows to fill the card; the last of them to end adds the sums up, in the order of
 the splits.
 
-A program takes 128 columns at a time. Of int4 these are 64 bytes of a row, which hold columns 0 to 63 in their low
-halves and 64 to 127 in their high ones: so both halves of the bytes meet neighbours in x. Rows of int8 lie in pieces of
+A program takes 128 columns at a time. Of int4 these are 32 words of a row, whose low halves are columns 0 to 63 and
+whose high ones are 64 to 127: so both halves meet neighbours in x. Rows of int8 lie in pieces of
 64 bytes (see ``in_tiles``), unless a weight has no tiles.
 """
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call, import-untyped"
@@ -23,7 +23,7 @@ from torch import Tensor
 
 from asyncengine.kernels.cuda.launch.compiling import kernel
 from asyncengine.kernels.cuda.launch.programmatic import INTERPRETED, launch_options, start_next, wait
-from asyncengine.kernels.cuda.linear.decode import nibbles, whole_bytes
+from asyncengine.kernels.cuda.linear.decode import int4_unit, nibbles, whole_bytes
 from asyncengine.kernels.cuda.linear.grouped import TILE, GroupedMatrix, at_tiles
 from asyncengine.kernels.cuda.linear.plan import Plan
 from asyncengine.kernels.cuda.linear.skinny import columns_of, finish, leave_part, load_bias, load_sum, weight_rows_of
@@ -61,12 +61,12 @@ def coded_kernel(
 ):
     """A program multiplies BN rows of the weight with BM rows of x, over its share of K. scales are [K / G, N].
 
-    TILED: codes are those of ``in_tiles``.
+    TILED: codes are those of ``in_tiles``, as those of int4 are.
     """
     start_next(PDL)
     HALF: tl.constexpr = _TILE // 2
     PACKED: tl.constexpr = codes.dtype.element_ty == tl.uint8
-    WIDTH: tl.constexpr = HALF if PACKED else _TILE
+    WIDTH: tl.constexpr = HALF // 2 if PACKED else _TILE
     TILES: tl.constexpr = (K // _TILE + SPLIT - 1) // SPLIT
     dtype: tl.constexpr = tl.float32 if PLAIN else x.dtype.element_ty
     program, split, block = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -74,11 +74,15 @@ def coded_kernel(
     all_rows = columns * 2 if ACT == "silu_mul" else columns
     m = block * BM + tl.arange(0, BM)
     STEP: tl.constexpr = 8 * WIDTH if TILED else WIDTH
-    if TILED:
-        from_codes = codes + at_tiles(row, K // 2 if PACKED else K, WIDTH)
+    UNIT: tl.constexpr = int4_unit(half=dtype == tl.float16) if PACKED else 1.0
+    if PACKED:  # words of 16 bits
+        from_codes = codes.to(tl.pointer_type(tl.int16)) + at_tiles(row, K // 4, WIDTH, 2)
+    elif TILED:
+        from_codes = codes + at_tiles(row, K, WIDTH, 1)
     else:
         from_codes = codes + row[:, None] * K + tl.arange(0, WIDTH)[None, :]
-    from_x = x + tl.minimum(m, rows - 1)[None, :].to(tl.int64) * x_stride + tl.arange(0, WIDTH)[:, None]
+    k = tl.arange(0, HALF if PACKED else _TILE)[:, None]
+    from_x = x + tl.minimum(m, rows - 1)[None, :].to(tl.int64) * x_stride + k
     from_scales = scales + row
     first = split * TILES
     last = tl.minimum(first + TILES, K // _TILE)
@@ -94,7 +98,9 @@ def coded_kernel(
         following = tl.load(from_scales + tl.minimum(tile + 1, last - 1) * _TILE // G * all_rows).to(tl.float32)
         part = tl.zeros([BN, BM], tl.float32)
         if PACKED:
-            low, high = nibbles(tl.load(from_codes + tile * STEP), dtype, PLAIN)
+            words = tl.reshape(tl.load(from_codes + tile * STEP), [BN, WIDTH // 8, 8])
+            low, high = nibbles(words, dtype, PLAIN)
+            low, high = tl.reshape(low, [BN, HALF]), tl.reshape(high, [BN, HALF])
             x_low = tl.load(from_x + tile * _TILE).to(dtype)
             x_high = tl.load(from_x + tile * _TILE + HALF).to(dtype)
             part = tl.dot(low, x_low, part, input_precision="ieee")
@@ -106,10 +112,10 @@ def coded_kernel(
                 part = tl.dot(high, x_high, part, input_precision="ieee")
                 acc += part * scale[:, None]
             if offsets is not None:
-                shift = tl.load(offsets + group * all_rows + row).to(tl.float32)[:, None]
+                shift = tl.load(offsets + group * all_rows + row).to(tl.float32)[:, None] * UNIT
                 if G < _TILE:
                     acc += shift * tl.sum(x_low.to(tl.float32), 0)[None, :]
-                    shift = tl.load(offsets + (group + 1) * all_rows + row).to(tl.float32)[:, None]
+                    shift = tl.load(offsets + (group + 1) * all_rows + row).to(tl.float32)[:, None] * UNIT
                     acc += shift * tl.sum(x_high.to(tl.float32), 0)[None, :]
                 else:
                     acc += shift * tl.sum(x_low.to(tl.float32) + x_high.to(tl.float32), 0)[None, :]
@@ -121,6 +127,8 @@ def coded_kernel(
                 shift = tl.load(offsets + group * all_rows + row).to(tl.float32)[:, None]
                 acc += shift * tl.sum(value.to(tl.float32), 0)[None, :]
         scale = following
+    if PACKED:
+        acc *= 1 / UNIT
     if SPLIT > 1:
         at, size, last = leave_part(acc, partials, arrivals, program, split, block, SPLIT)
         if not last:

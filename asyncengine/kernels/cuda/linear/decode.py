@@ -1,8 +1,8 @@
 """Codes of 4 and 8 bits become numbers of bfloat16 or float16 in registers, exactly, without the scale.
 
-A conversion by the compiler takes a slow instruction for each element. Here the bits of a code are put into the bits of
-a float whose last place is worth 1 (or, for float8, shifted into place), two elements at a time, and what is too much
-is subtracted.
+A conversion by the compiler takes a slow instruction for each element. Here the bits of a code become bits of a float,
+two elements at a time: in its last places for int4 and int8, shifted into place for floats. One sum or product makes
+the number of it.
 """
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call, import-untyped"
 
@@ -13,19 +13,38 @@ from collections.abc import Sequence
 import triton
 import triton.language as tl
 
+INT4_PLACES = (3, 2, 1, 0), (7, 6, 5, 4), (11, 10, 9, 8), (15, 14, 13, 12)
+"""Places in 16 bits of the bits of four codes of int4, the highest bit first.
 
-def nibbles_of_word(word: str, low: tuple[str, str], high: tuple[str, str], *, half: bool) -> str:
-    """Instructions that make 4 + 4 numbers, in registers of two, of the low and the high halves of a word's 4 bytes.
+The last 8 bits of a bfloat16 whose other bits are 0 are a whole number of 2^-133, also where they reach the exponent;
+the last 11 bits of a float16 are one of 2^-24. So a code that stays where it is, behind a mask, is a number already.
+"""
 
-    0x4300 is 128 in bfloat16, 0x6400 is 1024 in float16, and 136 or 1032 is 8 more.
+
+@triton.constexpr_function
+def int4_unit(*, half: bool) -> float:
+    """The number that the code 9 of int4 becomes in registers, a power of 2; the code c becomes c - 8 times it.
+
+    A greater one takes a second instruction, because the greatest powers of 2 are 2^127 in bfloat16 and 2^15 in
+    float16 (``half``). Kernels divide their sums by it.
     """
-    magic, kind = ("0x64006400", "f16x2") if half else ("0x43004300", "bf16x2")
-    one, less = ("0x3c003c00", "0xe408e408") if half else ("0x3f803f80", "0xc308c308")
-    lines = [f".reg .b32 a, b, c, d, one, less; mov.b32 one, {one}; mov.b32 less, {less};"]
-    lines += [f"prmt.b32 {made}, {word}, 0, {order};" for made, order in (("a", "0x4140"), ("b", "0x4342"))]
-    lines += [f"shr.b32 {made}, {source}, 4;" for made, source in (("c", "a"), ("d", "b"))]
-    for made, source in zip((*low, *high), "abcd", strict=True):
-        lines.append(f"lop3.b32 {made}, {source}, 0x000f000f, {magic}, 0xea; fma.rn.{kind} {made}, {made}, one, less;")
+    return 2.0**-9 if half else 2.0**-7
+
+
+def nibbles_of_word(word: str, made: Sequence[str], *, half: bool) -> str:
+    """Instructions that make numbers, in four registers of two, of eight codes of int4 in the order of INT4_PLACES.
+
+    They are ``int4_unit`` times codes less 8: a product with a power of 2 and a sum, in one instruction.
+    """
+    kind = "f16x2" if half else "bf16x2"
+    one, sixteenth, less = ("7800", "6800", "a400") if half else ("7e80", "7c80", "bd80")
+    constants = {"one": one, "sixteenth": sixteenth, "less": less}
+    lines = [f".reg .b32 {name}; mov.b32 {name}, 0x{bits}{bits};" for name, bits in constants.items()]
+    lines.append(f".reg .b32 s, t; shr.b32 s, {word}, 8;")
+    for number, to in enumerate(made):
+        source = word if number < 2 else "s"
+        mask, factor = ("0x00f000f0", "sixteenth") if number % 2 else ("0x000f000f", "one")
+        lines.append(f"and.b32 t, {source}, {mask}; fma.rn.{kind} {to}, t, {factor}, less;")
     return " ".join(lines)
 
 
@@ -50,9 +69,9 @@ def bytes_of_word(word: str, first: str, second: str, *, half: bool) -> str:
     return " ".join(lines)
 
 
-_FOUR_BYTES = ("$4", ("$0", "$1"), ("$2", "$3"))
-_NIBBLES_BF16 = tl.constexpr(f"{{ {nibbles_of_word(*_FOUR_BYTES, half=False)} }}")
-_NIBBLES_FP16 = tl.constexpr(f"{{ {nibbles_of_word(*_FOUR_BYTES, half=True)} }}")
+_FOUR = ("$0", "$1", "$2", "$3")
+_NIBBLES_BF16 = tl.constexpr(f"{{ {nibbles_of_word('$4', _FOUR, half=False)} }}")
+_NIBBLES_FP16 = tl.constexpr(f"{{ {nibbles_of_word('$4', _FOUR, half=True)} }}")
 
 _INT8_BF16 = tl.constexpr(f"{{ {bytes_of_word('$2', '$0', '$1', half=False)} }}")
 _INT8_FP16 = tl.constexpr(f"{{ {bytes_of_word('$2', '$0', '$1', half=True)} }}")
@@ -102,7 +121,7 @@ def fp4_of_word(word: str, made: Sequence[str], factors: Sequence[str]) -> str:
     return " ".join(lines)
 
 
-_FP4 = tl.constexpr(f"{{ {fp4_of_word('$4', ('$0', '$1', '$2', '$3'), ('$5', '$5', '$6', '$6'))} }}")
+_FP4 = tl.constexpr(f"{{ {fp4_of_word('$4', _FOUR, ('$5', '$5', '$6', '$6'))} }}")
 _EXACT = tl.constexpr(0x7E80)
 
 
@@ -110,8 +129,8 @@ _EXACT = tl.constexpr(0x7E80)
 def fp4(packed, PLAIN: tl.constexpr):
     """The numbers of words int16 [BN, P, 8] that have four floats of 4 bits each, in the order of FP4_PLACES.
 
-    They are the numbers [BN, P, 16] of the low halves and of the high ones (see experts/codes.py), in bfloat16. PLAIN:
-    see ``nibbles``.
+    They are the numbers [BN, P, 16] of the low halves and of the high ones (see ``in_tiles`` of grouped.py), in
+    bfloat16. PLAIN: see ``nibbles``.
     """
     if PLAIN:
         word = packed.to(tl.int32)
@@ -150,19 +169,36 @@ def scaled_fp4(packed, low, high):
 
 
 @triton.jit
+def codes_of_words(packed):
+    """Codes in int32 of words int16 [BN, P, 8] in the order of INT4_PLACES: [BN, P, 16] of the low halves and of the
+    high ones."""
+    word = packed.to(tl.int32)
+    low = _joined(word & 15, (word >> 4) & 15)
+    high = _joined((word >> 8) & 15, (word >> 12) & 15)
+    return low, high
+
+
+@triton.jit
 def nibbles(packed, dtype: tl.constexpr, PLAIN: tl.constexpr):
-    """code - 8 of the low and of the high halves of bytes, in ``dtype``. PLAIN: by operations that any dtype has."""
+    """The numbers of words int16 [BN, P, 8] that have four codes of int4 each, in the order of INT4_PLACES.
+
+    They are codes less 8, times ``int4_unit``: [BN, P, 16] of the low halves and of the high ones, in ``dtype``. PLAIN:
+    by operations that any dtype has.
+    """
     if PLAIN:
-        low, high = (packed & 15).to(tl.float32) - 8.0, (packed >> 4).to(tl.float32) - 8.0
-        low, high = low.to(dtype), high.to(dtype)
-    elif dtype == tl.bfloat16:
-        low, high = tl.inline_asm_elementwise(
-            _NIBBLES_BF16, "=r,=r,=r,=r,r", [packed], (tl.bfloat16, tl.bfloat16), is_pure=True, pack=4
-        )
+        low, high = codes_of_words(packed)
+        UNIT: tl.constexpr = int4_unit(half=dtype == tl.float16)
+        low, high = ((low.to(tl.float32) - 8.0) * UNIT).to(dtype), ((high.to(tl.float32) - 8.0) * UNIT).to(dtype)
     else:
-        low, high = tl.inline_asm_elementwise(
-            _NIBBLES_FP16, "=r,=r,=r,=r,r", [packed], (tl.float16, tl.float16), is_pure=True, pack=4
-        )
+        if dtype == tl.bfloat16:
+            first, second, third, fourth = tl.inline_asm_elementwise(
+                _NIBBLES_BF16, "=r,=r,=r,=r,r", [packed], (tl.bfloat16,) * 4, is_pure=True, pack=2
+            )
+        else:
+            first, second, third, fourth = tl.inline_asm_elementwise(
+                _NIBBLES_FP16, "=r,=r,=r,=r,r", [packed], (tl.float16,) * 4, is_pure=True, pack=2
+            )
+        low, high = _joined(first, second), _joined(third, fourth)
     return low, high
 
 

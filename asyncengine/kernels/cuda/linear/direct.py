@@ -28,6 +28,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from asyncengine.kernels.cuda.launch.gluon import GluonKernel
 from asyncengine.kernels.cuda.launch.programmatic import launch_options
+from asyncengine.kernels.cuda.linear.decode import int4_unit
 from asyncengine.kernels.cuda.linear.ends import activate_sums, load_sums, store_norm, store_unnormed_rows
 from asyncengine.kernels.cuda.linear.grouped import TILE_COLUMNS, GroupedMatrix
 from asyncengine.kernels.cuda.linear.operands import (
@@ -92,6 +93,7 @@ def direct_kernel(
     TILE: gl.constexpr = 64 * PER_BYTE
     KT: gl.constexpr = K // TILE
     STRIDE: gl.constexpr = WARPS * UNITS
+    UNIT: gl.constexpr = int4_unit(half=HALF) if PER_BYTE == 2 else 1.0
     ONE: gl.constexpr = G >= TILE
     PER_UNIT: gl.constexpr = 1 if ONE else TILE // G
     THREADS: gl.constexpr = WIDTH // 8
@@ -133,7 +135,7 @@ def direct_kernel(
     words = gl.load(at_codes, mask=tile < KT, other=0)
     scale = load_by_group(scales + weight_row, warp, all_rows, KT, TILE, G, WARPS, UNITS)
     shift = load_by_group(offsets + weight_row, warp, all_rows, KT, TILE, G, WARPS, UNITS) if OFFSETS else scale
-    ones = gl.full([WARPS, BN, 16], 1.0, dtype, gl.DotOperandLayout(0, PARTS, 2))
+    ones = gl.full([WARPS, BN, 16], UNIT, dtype, gl.DotOperandLayout(0, PARTS, 2))
     n = column + gl.arange(0, WIDTH, gl.SliceLayout(1, STORED))
     m = row + gl.arange(0, BM, gl.SliceLayout(0, STORED))
     at = out + m.to(gl.int64)[None, :] * out_stride + n[:, None]
@@ -187,7 +189,7 @@ def direct_kernel(
         if AHEAD:
             pairs = next_pairs
 
-    acc = gl.sum(gl.convert_layout(acc, TOGETHER), 0)
+    acc = gl.sum(gl.convert_layout(acc, TOGETHER), 0) * (1 / UNIT)
     if READS > 0:
         acc *= norms.index(0).load(gl.SliceLayout(0, SUMS))[None, :]
     if BIAS:

@@ -9,6 +9,7 @@ of the weights in the dtype of x that lives as long as the product.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -19,6 +20,7 @@ from torch import Tensor
 
 from asyncengine.kernels.cuda.launch.compiling import kernel
 from asyncengine.kernels.cuda.launch.programmatic import must_widen
+from asyncengine.kernels.cuda.linear.decode import FP4_PLACES, INT4_PLACES, codes_of_words
 from asyncengine.kernels.grouped import unpack_nibbles
 from asyncengine.kernels.weight import INT4, INT8
 
@@ -90,7 +92,7 @@ class CodedRows:
     """Weights of experts in int4, one below another, as their kernels read them: codes in tiles, and scales by row."""
 
     codes: Tensor
-    """uint8 [N, K / 2] in the order of ``in_tiles``, of floats as FP4_PLACES of decode.py says; K is whole tiles"""
+    """uint8 [N, K / 2] in the order of ``in_tiles``; K is whole tiles"""
     scales: Tensor
     """[N, K / G] in float32 or float16; of floats also in uint8, exponents of powers of 2 to which 253 is added; rows
     begin at words of 4 bytes"""
@@ -121,29 +123,45 @@ def has_tiles(form: str, rows: int, columns: int) -> bool:
     return form in TILE_COLUMNS and columns % TILE == 0 and rows % 8 == 0
 
 
-def in_tiles(form: str, codes: Tensor) -> Tensor:
+def in_tiles(form: str, codes: Tensor, *, fp4: bool = False) -> Tensor:
     """Bytes of codes in tiles of 8 rows and 64 bytes, or as they are if the form has no tiles or these do not fill the
     weight. Bytes are uint8 [N, K], of INT4 [N, K / 2], whose low halves are even columns.
 
     A tile is 512 bytes: each thread of a warp reads 16, and has what the tensor cores take from it. Thread 4 g + t has
-    of row g the columns 16 t to 16 t + 15, of INT4 in the low halves of its bytes, and 64 more in the high halves.
+    of row g the columns 16 t to 16 t + 15, of INT4 in the low halves of its bytes, and 64 more in the high halves,
+    before the bits of these bytes change places (see ``_in_lanes``). ``fp4``: codes are floats of 4 bits.
     """
     rows, width = codes.shape
     if not has_tiles(form, rows, 2 * width if form == INT4 else width):
         return codes
     if form == INT4:
         halves = unpack_nibbles(codes).view(rows, -1, 2, 64)
-        codes = halves[:, :, 0] | halves[:, :, 1] << 4
+        codes = _in_lanes(halves[:, :, 0] | halves[:, :, 1] << 4, FP4_PLACES if fp4 else INT4_PLACES)
     return codes.view(rows // 8, 8, -1, 64).transpose(1, 2).reshape(rows, width)
 
 
+def _in_lanes(codes: Tensor, places: Sequence[Sequence[int]]) -> Tensor:
+    """Codes of 4 bits with the bits of each four at ``places`` in 16 bits, the highest bit of a code first.
+
+    Of 4 bytes the first 16 bits have bytes 0 and 2, the others bytes 1 and 3: their low halves, then their high ones.
+    """
+    bytes_of = codes.reshape(*codes.shape[:-1], -1, 2, 2)  # [..., pair, first or second byte of it]
+    lanes = torch.zeros(bytes_of[..., 0, :].shape, dtype=torch.int16, device=codes.device)
+    for number, of_one in enumerate(places):
+        code = bytes_of[..., number % 2, :] >> number // 2 * 4
+        for bit, place in zip((3, 2, 1, 0), of_one, strict=True):
+            lanes |= (code >> bit & 1).to(torch.int16) << place
+    return lanes.view(torch.uint8).view(codes.shape)
+
+
 @triton.jit
-def at_tiles(row, WIDTH: tl.constexpr, COUNT: tl.constexpr):
-    """Places [BN, COUNT] of the first bytes of rows, which have WIDTH; tiles lie 512 apart (see ``in_tiles``)."""
-    byte = tl.arange(0, COUNT)
-    if COUNT > 64:
-        byte = byte // 64 * 512 + byte % 64
-    return (row // 8 * (8 * WIDTH) + row % 8 * 64)[:, None] + byte[None, :]
+def at_tiles(row, WIDTH: tl.constexpr, COUNT: tl.constexpr, EACH: tl.constexpr):
+    """Places [BN, COUNT] of the first elements of rows, which have WIDTH elements of EACH bytes (see ``in_tiles``)."""
+    SIDE: tl.constexpr = 64 // EACH
+    element = tl.arange(0, COUNT)
+    if COUNT > SIDE:
+        element = element // SIDE * (8 * SIDE) + element % SIDE
+    return (row // 8 * (8 * WIDTH) + row % 8 * SIDE)[:, None] + element[None, :]
 
 
 @triton.jit
@@ -159,15 +177,17 @@ def _decode(
     GROUPS: tl.constexpr = BK // G if G < BK else 1
     if codes.dtype.element_ty == tl.uint8:
         if TILED:
-            packed = tl.load(codes + at_tiles(row, K // 2, BK // 2) + first * 4)
-            index = tl.reshape(tl.permute(tl.join(packed & 15, packed >> 4), (0, 2, 1)), [BN, BK]).to(tl.int32)
+            words = codes.to(tl.pointer_type(tl.int16)) + at_tiles(row, K // 4, BK // 4, 2)
+            low, high = codes_of_words(tl.reshape(tl.load(words + first * 2), [BN, BK // 32, 8]))
+            low, high = tl.reshape(low, [BN, BK // 2]), tl.reshape(high, [BN, BK // 2])
+            index = tl.reshape(tl.permute(tl.join(low, high), (0, 2, 1)), [BN, BK])
         else:
             pair = first // 2 + tl.arange(0, BK // 2)
             packed = tl.load(codes + row[:, None] * (K // 2) + pair[None, :], mask=(pair < K // 2)[None, :], other=0)
             index = tl.interleave(packed & 15, packed >> 4).to(tl.int32)
         numbers = index.to(tl.float32) - 8.0 if table is None else tl.load(table + index)
     elif TILED:
-        numbers = tl.load(codes + at_tiles(row, K, BK) + first * 8).to(tl.float32)
+        numbers = tl.load(codes + at_tiles(row, K, BK, 1) + first * 8).to(tl.float32)
     else:
         k = first + tl.arange(0, BK)
         numbers = tl.load(codes + row[:, None] * K + k[None, :], mask=(k < K)[None, :], other=0.0).to(tl.float32)

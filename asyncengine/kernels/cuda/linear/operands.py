@@ -22,8 +22,8 @@ def halves(*registers: str) -> str:
 
 def _word(*, half: bool) -> gl.constexpr:
     """A word of int4 becomes 8 numbers of 16 bits, four registers of two."""
-    made = nibbles_of_word("$8", ("p", "q"), ("r", "s"), half=half)
-    return gl.constexpr(f"{{ .reg .b32 p, q, r, s; {made} {halves('p', 'q', 'r', 's')} }}")
+    made = nibbles_of_word("$8", "pqrv", half=half)
+    return gl.constexpr(f"{{ .reg .b32 p, q, r, v; {made} {halves('p', 'q', 'r', 'v')} }}")
 
 
 def _bytes(*, half: bool) -> gl.constexpr:
@@ -153,7 +153,8 @@ def multiply_codes(
     words, pairs, scale, shift, acc, ones, dtype: gl.constexpr, ONE: gl.constexpr, OFFSETS: gl.constexpr
 ):
     """A tile of K for each warp: words [W, BN / 16, 2, 32, 2, 2], pairs [W, BM, PER_BYTE, 4, 2, 2, 2], and its scales
-    and offsets. ONE: the tile has one of each, and not one for each half."""
+    and offsets. ONE: the tile has one of each, and not one for each half. Sums of int4 are ``int4_unit`` times those of
+    the weights, and this is the number in ``ones``; for int8 it is 1."""
     PARTS: gl.constexpr = acc.type.layout
     LEFT: gl.constexpr = gl.DotOperandLayout(0, PARTS, 2)
     RIGHT: gl.constexpr = gl.DotOperandLayout(1, PARTS, 2)
