@@ -263,7 +263,7 @@ def test_products_of_few_rows(case: str, dtype: torch.dtype, monkeypatch: pytest
     """The kernel's own code, executed in torch. Weights fill neither the last program nor the last step."""
     run_in_torch(
         monkeypatch, "direct_kernel", direct, operands, endings, mma_v2=mma, along=lambda *_: None,
-        _sigmoid=torch.sigmoid,
+        sums_layout=lambda *_: None, _sigmoid=torch.sigmoid,
     )  # fmt: skip
     settings, plan, rows, ends = FEW_ROWS[case]
     weight = random_grouped(rows=48, columns=640, **settings)
@@ -280,6 +280,35 @@ def test_products_of_few_rows(case: str, dtype: torch.dtype, monkeypatch: pytest
     if ends.get("add"):
         exact += to
     torch.testing.assert_close(out.double(), exact, rtol=1e-4, atol=1e-4)
+
+
+def held(layout: Any, thread: int) -> set[tuple[int, ...]]:
+    """Places of a thread's elements by the bases of a linear layout."""
+    places = {(0,) * len(layout.shape)}
+    for bit, base in enumerate([*layout.lane_bases, *layout.warp_bases]):
+        if thread >> bit & 1:
+            places = {tuple(a ^ b for a, b in zip(place, base, strict=True)) for place in places}
+    for base in layout.reg_bases:
+        places |= {tuple(a ^ b for a, b in zip(place, base, strict=True)) for place in places}
+    return places
+
+
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize(("warps", "columns", "rows"), [(4, 16, 8), (8, 16, 8), (4, 64, 8), (4, 32, 32), (8, 128, 32)])
+def test_a_thread_has_all_that_it_adds_up(warps: int, columns: int, rows: int, gated: bool) -> None:
+    """The sums of all warps, and of the gate and of up. All threads have results, unless there are fewer."""
+    width, found = columns // (1 + gated), set()
+    each = max(1, width // 32, min(8, width * rows // (32 * warps)))
+    layout = operands.sums_layout(warps, columns, rows, each, gated)
+    for thread in range(32 * warps):
+        places = held(layout, thread)
+        found |= places
+        results = {place[1:] for place in places}
+        assert places == {(warp, *result) for warp in range(warps) for result in results}
+        if gated:
+            assert results == {(column ^ 8, row) for column, row in results}
+        assert len(results) == max(1, width * rows // (32 * warps)) * (1 + gated)
+    assert len(found) == warps * columns * rows
 
 
 PLANS = """

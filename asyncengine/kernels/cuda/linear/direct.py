@@ -7,6 +7,8 @@ between threads, and the loop has no barrier. Codes, scales and inputs of the ne
 multiplied, the first codes and scales even before x is there (see launch/programmatic.py). Warps of a program take
 tiles of K in turn; their sums meet at the end in shared memory, so that no sum crosses programs.
 
+Numbers of int4 are ``int4_unit`` times the codes, less 8, and so are all sums until the end.
+
 A product of the tensor cores takes columns of all 64 that lie side by side in a tile. For smaller groups it is taken
 once for each of them, with zeros in the place of the inputs of the others.
 
@@ -37,6 +39,7 @@ from asyncengine.kernels.cuda.linear.operands import (
     load_by_group,
     multiply_codes,
     multiply_small_groups,
+    sums_layout,
     weight_row_at,
 )
 from asyncengine.kernels.cuda.linear.plan import Plan
@@ -93,15 +96,16 @@ def direct_kernel(
     TILE: gl.constexpr = 64 * PER_BYTE
     KT: gl.constexpr = K // TILE
     STRIDE: gl.constexpr = WARPS * UNITS
+    STEPS: gl.constexpr = (KT + STRIDE - 1) // STRIDE
     UNIT: gl.constexpr = int4_unit(half=HALF) if PER_BYTE == 2 else 1.0
     ONE: gl.constexpr = G >= TILE
     PER_UNIT: gl.constexpr = 1 if ONE else TILE // G
-    THREADS: gl.constexpr = WIDTH // 8
-    STORED: gl.constexpr = gl.BlockedLayout([8, 1], [THREADS, 32 // THREADS], [1, WARPS], [0, 1])
+    HELD: gl.constexpr = UNITS * (8 * RB + PER_BYTE * BM) + BN * BM // 32  # registers for a step, and for the sums
+    TWICE: gl.constexpr = ONE and not OFFSETS and (STEPS == 2 or (HELD <= 52 and STEPS > 3))
+    EACH: gl.constexpr = max(1, WIDTH // 32, min(8, WIDTH * BM // (32 * WARPS)))
+    STORED: gl.constexpr = gl.BlockedLayout([EACH, 1], [WIDTH // EACH, 32 * EACH // WIDTH], [1, WARPS], [0, 1])
     PARTS: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [WARPS, 1, 1], [1, 16, 8])
-    TOGETHER: gl.constexpr = gl.BlockedLayout(
-        [WARPS, BN // THREADS, 1], [1, THREADS, 32 // THREADS], [1, 1, WARPS], [1, 2, 0]
-    )
+    TOGETHER: gl.constexpr = sums_layout(WARPS, BN, BM, EACH, GATED)
     SUMS: gl.constexpr = gl.SliceLayout(0, TOGETHER)
     ROWS: gl.constexpr = gl.SliceLayout(2, PARTS)
     # Words [W, UNITS, RB, 2 blocks of 8 rows, 128], and pairs of x [W, UNITS, BM, TILE / 2].
@@ -128,9 +132,11 @@ def direct_kernel(
 
     tile_of_x = gl.arange(0, WARPS, along(PAIRS, 0, 4))[:, None, None, None]
     tile_of_x = tile_of_x + gl.arange(0, UNITS, along(PAIRS, 1, 4))[None, :, None, None] * WARPS
-    from_row = gl.minimum(row + gl.arange(0, BM, along(PAIRS, 2, 4)), rows - 1).to(gl.int64)[None, None, :, None]
+    of_x = (row + gl.arange(0, BM, along(PAIRS, 2, 4)))[None, None, :, None]
+    from_row = gl.minimum(of_x, rows - 1).to(gl.int64)
     pair = gl.arange(0, TILE // 2, along(PAIRS, 3, 4))[None, None, None, :]
     at_x = x + from_row * x_stride + (tile_of_x * (TILE // 2) + pair)
+    wanted = (of_x < rows) | (BM > 16)  # few rows are loaded once, and not for all rows of a tile
 
     words = gl.load(at_codes, mask=tile < KT, other=0)
     scale = load_by_group(scales + weight_row, warp, all_rows, KT, TILE, G, WARPS, UNITS)
@@ -150,44 +156,48 @@ def direct_kernel(
     if ADD:
         added = gl.load(at, mask=there, other=0.0)
     if AHEAD:
-        pairs = gl.load(at_x, mask=tile_of_x < KT, other=0)
+        pairs = gl.load(at_x, mask=(tile_of_x < KT) & wanted, other=0)
     if READS > 0:  # while the first codes are under way
         norms = gl.allocate_shared_memory(gl.float32, [READS, BM], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-        squares = load_sums(sums, row, rows, BM, TILES, WARPS)
+        squares = load_sums(sums, row, rows, BM, TILES, WARPS, DIVIDED=True)
         store_norm(norms, squares, squares, eps, K)
 
     acc = gl.zeros([WARPS, BN, BM], gl.float32, PARTS)
     if PER_UNIT > PER_BYTE:  # of four neighbours, two of 8 columns are those of a lane
         lane = gl.arange(0, 16, along(gl.DotOperandLayout(1, PARTS, 2), 1, 3))[None, :, None] % 8 // 2
-    for first in range(0, KT, STRIDE):
-        done = first + STRIDE
-        next_words = gl.load(at_codes + done * 128, mask=tile + done < KT, other=0)
-        next_scale = load_by_group(scales + weight_row, warp + done, all_rows, KT, TILE, G, WARPS, UNITS)
-        next_shift = next_scale
-        if OFFSETS:
-            next_shift = load_by_group(offsets + weight_row, warp + done, all_rows, KT, TILE, G, WARPS, UNITS)
-        if AHEAD:
-            next_pairs = gl.load(at_x + done * (TILE // 2), mask=tile_of_x + done < KT, other=0)
-        else:
-            pairs = gl.load(at_x + first * (TILE // 2), mask=tile_of_x + first < KT, other=0)
-        own_words = gl.permute(gl.reshape(words, [WARPS, UNITS, RB, 2, 32, 2, 2]), (0, 2, 3, 4, 5, 6, 1))
-        own_pairs = gl.reshape(pairs, [WARPS, UNITS, BM, PER_BYTE, 4, 2, 2, 2])
-        own_pairs = gl.permute(own_pairs, (0, 2, 3, 4, 7, 5, 6, 1))
-        own_words, own_pairs = by_unit(own_words, UNITS), by_unit(own_pairs, UNITS)
-        for unit in gl.static_range(UNITS):
-            if PER_UNIT > PER_BYTE:
-                acc = multiply_small_groups(
-                    own_words[unit], own_pairs[unit], scale[unit * PER_UNIT : (unit + 1) * PER_UNIT],
-                    shift[unit * PER_UNIT : (unit + 1) * PER_UNIT], acc, ones, lane, dtype, PER_UNIT, OFFSETS,
-                )  # fmt: skip
+    # Two steps in a turn of the loop, if registers have room: what is loaded ahead changes places without being moved.
+    # A step behind the last tile adds zeros.
+    for begin in range(0, KT, (1 + TWICE) * STRIDE):
+        for step in gl.static_range(1 + TWICE):
+            first = begin + step * STRIDE
+            done = first + STRIDE
+            next_words = gl.load(at_codes + done * 128, mask=tile + done < KT, other=0)
+            next_scale = load_by_group(scales + weight_row, warp + done, all_rows, KT, TILE, G, WARPS, UNITS)
+            next_shift = next_scale
+            if OFFSETS:
+                next_shift = load_by_group(offsets + weight_row, warp + done, all_rows, KT, TILE, G, WARPS, UNITS)
+            if AHEAD:
+                next_pairs = gl.load(at_x + done * (TILE // 2), mask=(tile_of_x + done < KT) & wanted, other=0)
             else:
-                acc = multiply_codes(
-                    own_words[unit], own_pairs[unit], scale[unit * PER_UNIT : (unit + 1) * PER_UNIT],
-                    shift[unit * PER_UNIT : (unit + 1) * PER_UNIT], acc, ones, dtype, ONE, OFFSETS,
-                )  # fmt: skip
-        words, scale, shift = next_words, next_scale, next_shift
-        if AHEAD:
-            pairs = next_pairs
+                pairs = gl.load(at_x + first * (TILE // 2), mask=(tile_of_x + first < KT) & wanted, other=0)
+            own_words = gl.permute(gl.reshape(words, [WARPS, UNITS, RB, 2, 32, 2, 2]), (0, 2, 3, 4, 5, 6, 1))
+            own_pairs = gl.reshape(pairs, [WARPS, UNITS, BM, PER_BYTE, 4, 2, 2, 2])
+            own_pairs = gl.permute(own_pairs, (0, 2, 3, 4, 7, 5, 6, 1))
+            own_words, own_pairs = by_unit(own_words, UNITS), by_unit(own_pairs, UNITS)
+            for unit in gl.static_range(UNITS):
+                if PER_UNIT > PER_BYTE:
+                    acc = multiply_small_groups(
+                        own_words[unit], own_pairs[unit], scale[unit * PER_UNIT : (unit + 1) * PER_UNIT],
+                        shift[unit * PER_UNIT : (unit + 1) * PER_UNIT], acc, ones, lane, dtype, PER_UNIT, OFFSETS,
+                    )  # fmt: skip
+                else:
+                    acc = multiply_codes(
+                        own_words[unit], own_pairs[unit], scale[unit * PER_UNIT : (unit + 1) * PER_UNIT],
+                        shift[unit * PER_UNIT : (unit + 1) * PER_UNIT], acc, ones, dtype, ONE, OFFSETS,
+                    )  # fmt: skip
+            words, scale, shift = next_words, next_scale, next_shift
+            if AHEAD:
+                pairs = next_pairs
 
     acc = gl.sum(gl.convert_layout(acc, TOGETHER), 0) * (1 / UNIT)
     if READS > 0:

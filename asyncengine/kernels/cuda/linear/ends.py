@@ -30,11 +30,14 @@ def _sigmoid(x):
 
 
 @gluon.jit
-def load_sums(sums, row, rows, BM: gl.constexpr, TILES: gl.constexpr, WARPS: gl.constexpr):
+def load_sums(
+    sums, row, rows, BM: gl.constexpr, TILES: gl.constexpr, WARPS: gl.constexpr, DIVIDED: gl.constexpr = False
+):
     """Load the sums of a norm that is read, by tile: [tiles, BM]. A thread, or the one next to it, has all tiles of a
-    row."""
+    row. DIVIDED: it has those of its warp, and their total takes a barrier; that is for many tiles of few rows."""
     ACROSS: gl.constexpr = 32 if BM >= 32 else BM
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 1], [32 // ACROSS, ACROSS], [1, WARPS], [1, 0])
+    PLACES: gl.constexpr = [WARPS, 1] if DIVIDED else [1, WARPS]
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 1], [32 // ACROSS, ACROSS], PLACES, [1, 0])
     tile = gl.arange(0, next_power_of_2(TILES), gl.SliceLayout(1, LAYOUT))[:, None]
     m = row + gl.arange(0, BM, gl.SliceLayout(0, LAYOUT))[None, :]
     return gl.load(sums + tile * rows + m, mask=(tile < TILES) & (m < rows), other=0.0)
