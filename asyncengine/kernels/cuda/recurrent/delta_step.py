@@ -1,9 +1,9 @@
 """Gated DeltaNet in steps whose rows have one token each, on Hopper: a mixer is one kernel, in Gluon.
 
 A unit of work is a key head of a token, with the value heads that share it. Nobody else reads their part of the states,
-so that it also writes what the next step convolves. A program takes units in turn, and heads of a unit. The states of
-the next heads are copied to shared memory while it computes, and the inputs of the next unit to registers. The first
-states come before it waits for its inputs: they were written a step ago.
+so that it also writes what the next step convolves. A program takes units in turn, and heads of a unit. The state of
+the next head is copied to shared memory while it computes, the first one before it waits for its inputs: it was written
+a step ago. Two programs share a multiprocessor, so that one computes while the other waits.
 """
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call, import-untyped"
 # mypy: disable-error-code="assignment, var-annotated, unreachable, misc, no-redef"
@@ -30,21 +30,22 @@ from asyncengine.kernels.cuda.step.tensors import DeviceStep
 from asyncengine.kernels.states import DeltaNet
 
 _WARPS = 8
-_MOST_BUFFERS = 3
+_PROGRAMS = 2
+"""programs on a multiprocessor"""
+_REGISTERS = 65536 // (32 * _WARPS * _PROGRAMS)
 
 
 def takes_step(mixer: DeltaNet, tokens: int, gpu: Gpu) -> bool:
     """Return whether the kernel runs for this mixer, and a step has work for at least half of the card's programs."""
-    return step_buffers(mixer, gpu) > 0 and 2 * tokens * mixer.key_heads >= gpu.multiprocessors
+    return has_step(mixer, gpu) and 2 * tokens * mixer.key_heads >= gpu.multiprocessors
 
 
-def step_buffers(mixer: DeltaNet, gpu: Gpu) -> int:
-    """States of heads that fit into shared memory, or 0 if the kernel does not run for this mixer."""
+def has_step(mixer: DeltaNet, gpu: Gpu) -> bool:
+    """Return whether the kernel runs for this mixer."""
     size, dim = mixer.key_dim, mixer.value_dim
     copied = size * dim * mixer.state_dtype.itemsize
     whole = all(triton.next_power_of_2(n) == n >= _WARPS for n in (size, dim)) and copied >= 16 * 32 * _WARPS
-    fits = whole and size * dim <= 128 * 128 and len(mixer.conv.weight) > 1
-    return min(_MOST_BUFFERS, gpu.tile_bytes // copied) if fits and gpu.tma else 0
+    return whole and size * dim <= 128 * 128 and len(mixer.conv.weight) > 1 and gpu.tma
 
 
 def delta_step(x: Tensor, mixer: DeltaNet, mixed: Mixed, step: DeviceStep, gpu: Gpu, *, pdl: bool) -> Tensor:
@@ -56,7 +57,7 @@ def delta_step(x: Tensor, mixer: DeltaNet, mixed: Mixed, step: DeviceStep, gpu: 
     check(mixer.norm, torch.float32, (dim,), "norm")
     kept, floats, vector = mixed.kept, mixed.floats, 16 // mixer.state_dtype.itemsize
     out, units = empty_rows(len(x), mixer.inner, x.dtype, x.device), len(x) * mixer.key_heads
-    share, programs = heads // mixer.key_heads, min(units, gpu.multiprocessors)
+    share, programs = heads // mixer.key_heads, min(units, _PROGRAMS * gpu.multiprocessors)
     _delta_step_kernel[(programs,)](
         x,
         kept,
@@ -82,10 +83,10 @@ def delta_step(x: Tensor, mixer: DeltaNet, mixed: Mixed, step: DeviceStep, gpu: 
         VALUES=dim,
         SIZE=len(conv.weight),
         BIAS=conv.bias is not None,
-        BUFFERS=min(step_buffers(mixer, gpu), triton.cdiv(units, programs) * share),
         VECTOR=vector,
         WARPS=_WARPS,
         num_warps=_WARPS,
+        maxnreg=_REGISTERS,
         **launch_options(pdl),
     )
     return out
@@ -108,36 +109,6 @@ def _load_inputs(source, before, column, inside, begun, CHANNELS: gl.constexpr, 
     for k in gl.static_range(SIZE - 1):
         inputs = inputs + (gl.load(before + k * CHANNELS + column, mask=inside & begun, other=0.0),)
     return inputs + (gl.load(source + column, mask=inside, other=0.0).to(gl.float32),)
-
-
-@gluon.jit
-def _load_unit(
-    x, conv_states, token_slot, positions, unit, units, which, key, one, value, of_heads, x_stride, conv_stride,
-    KEY_HEADS: gl.constexpr, SHARE: gl.constexpr, KEYS: gl.constexpr, VALUES: gl.constexpr, SIZE: gl.constexpr,
-):  # fmt: skip
-    """A unit's slot, whether its state has begun, the inputs of its keys and of its values, and of its heads the
-    factors of the output, the rates and the times; zeros behind the last unit."""
-    HEADS: gl.constexpr = KEY_HEADS * SHARE
-    INNER: gl.constexpr = HEADS * VALUES
-    CHANNELS: gl.constexpr = 2 * KEY_HEADS * KEYS + INNER
-    wanted = unit < units
-    unit = gl.minimum(unit, units - 1)
-    group, token = unit % KEY_HEADS, unit // KEY_HEADS
-    slot = gl.load(token_slot + token)
-    there = (slot >= 0) & wanted
-    begun = there & (gl.load(positions + token) > 0)
-    before = conv_states + gl.maximum(slot, 0).to(gl.int64) * conv_stride
-    source = x + token * x_stride
-    of_keys = (which * KEY_HEADS + group) * KEYS + key
-    own = (group * SHARE + one) * VALUES + value
-    in_keys, in_own = (key >= 0) & (which >= 0) & there, (value >= 0) & (one < SHARE) & there
-    head, known = group * SHARE + of_heads, (of_heads < SHARE) & there
-    keys = _load_inputs(source, before, of_keys, in_keys, begun, CHANNELS, SIZE)
-    values = _load_inputs(source, before, 2 * KEY_HEADS * KEYS + own, in_own, begun, CHANNELS, SIZE)
-    factor = gl.load(source + CHANNELS + own, mask=in_own, other=0.0).to(gl.float32)
-    rates = gl.load(source + CHANNELS + INNER + head, mask=known, other=0.0).to(gl.float32)
-    times = gl.load(source + CHANNELS + INNER + HEADS + head, mask=known, other=0.0).to(gl.float32)
-    return slot, begun, keys, values, factor, rates, times
 
 
 @gluon.jit
@@ -198,13 +169,11 @@ def _delta_step_kernel(
     VALUES: gl.constexpr,
     SIZE: gl.constexpr,
     BIAS: gl.constexpr,
-    BUFFERS: gl.constexpr,
     VECTOR: gl.constexpr,
     WARPS: gl.constexpr,
     PDL: gl.constexpr,
 ):
-    """The state that is head h of a program's unit u is its number u * SHARE + h, and lies in the buffer of that number
-    modulo BUFFERS. VECTOR: numbers of a state that a thread copies at once."""
+    """VECTOR: numbers of a state that a thread copies at once."""
     HEADS: gl.constexpr = KEY_HEADS * SHARE
     INNER: gl.constexpr = HEADS * VALUES
     CHANNELS: gl.constexpr = 2 * KEY_HEADS * KEYS + INNER
@@ -217,8 +186,8 @@ def _delta_step_kernel(
     ROWS: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [2, WARPS // 2], [1, 0])
     OF_HEADS: gl.constexpr = gl.SliceLayout(1, gl.BlockedLayout([SHARE_TILE, 1], [1, 32], [1, WARPS], [1, 0]))
     TILE: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
-    buffers = gl.allocate_shared_memory(
-        states.dtype.element_ty, [BUFFERS, KEYS, VALUES], gl.SwizzledSharedLayout(VECTOR, 1, 1, [1, 0])
+    buffer = gl.allocate_shared_memory(
+        states.dtype.element_ty, [KEYS, VALUES], gl.SwizzledSharedLayout(VECTOR, 1, 1, [1, 0])
     )
     keys_shared = gl.allocate_shared_memory(gl.float32, [2, KEYS], TILE)
     values_shared = gl.allocate_shared_memory(gl.float32, [SHARE_TILE, VALUES], TILE)
@@ -232,37 +201,30 @@ def _delta_step_kernel(
     one = gl.arange(0, SHARE_TILE, gl.SliceLayout(1, ROWS))[:, None]
     value = gl.arange(0, VALUES, gl.SliceLayout(0, ROWS))[None, :]
     of_heads = gl.arange(0, SHARE_TILE, OF_HEADS)
-    gain = gl.load(norm + value)
-    for ahead in gl.static_range(BUFFERS):
-        early = first + ahead // SHARE * step
-        early_slot = gl.load(token_slot + gl.minimum(early, units - 1) // KEY_HEADS)
-        early_head = early % KEY_HEADS * SHARE + ahead % SHARE
-        _fetch(states, early_slot, early_head, early < units, place, buffers.index(ahead), state_stride, NUMBERS)
+    next_slot = gl.load(token_slot + first // KEY_HEADS)
+    _fetch(states, next_slot, first % KEY_HEADS * SHARE, True, place, buffer, state_stride, NUMBERS)
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
 
-    inputs = _load_unit(
-        x, conv_states, token_slot, positions, first, units, which, key, one, value, of_heads, x_stride, conv_stride,
-        KEY_HEADS, SHARE, KEYS, VALUES, SIZE,
-    )  # fmt: skip
-    number = 0
     for unit in range(first, units, step):
-        slot, begun, keys, values, factor, rates, times = inputs
         group, token = unit % KEY_HEADS, unit // KEY_HEADS
-        later = ()
-        for h in gl.static_range(SHARE):
-            next_unit = gl.minimum(unit + (h + BUFFERS) // SHARE * step, units - 1)
-            later = later + (gl.load(token_slot + next_unit // KEY_HEADS),)
+        slot, next_unit = next_slot, unit + step
+        position = gl.load(positions + token)
+        next_slot = gl.load(token_slot + gl.minimum(next_unit, units - 1) // KEY_HEADS)
         there = slot >= 0
+        begun = there & (position > 0)
         home = gl.maximum(slot, 0).to(gl.int64)
-        before = conv_states + home * conv_stride
+        before, source = conv_states + home * conv_stride, x + token * x_stride
         of_keys = (which * KEY_HEADS + group) * KEYS + key
         own = (group * SHARE + one) * VALUES + value
         of_values = 2 * KEY_HEADS * KEYS + own
         in_keys, in_own = (key >= 0) & (which >= 0) & there, (value >= 0) & (one < SHARE) & there
+        keys = _load_inputs(source, before, of_keys, in_keys, begun, CHANNELS, SIZE)
+        values = _load_inputs(source, before, of_values, in_own, begun, CHANNELS, SIZE)
         head, known = group * SHARE + of_heads, (of_heads < SHARE) & there
-        rates = _sigmoid(rates)
+        rates = _sigmoid(gl.load(source + CHANNELS + INNER + head, mask=known, other=0.0).to(gl.float32))
+        times = gl.load(source + CHANNELS + INNER + HEADS + head, mask=known, other=0.0).to(gl.float32)
         times += gl.load(dt_bias + head, mask=known, other=0.0)
         fades = gl.exp(gl.load(decay + head, mask=known, other=0.0) * _softplus(times))
         made = _convolve(keys, weight, conv_bias, of_keys, in_keys, CHANNELS, SIZE, BIAS)
@@ -274,30 +236,27 @@ def _delta_step_kernel(
         gl.thread_barrier()  # all have read the inputs that change now
         _keep(keys, before, of_keys, in_keys, CHANNELS, SIZE)
         _keep(values, before, of_values, in_own, CHANNELS, SIZE)
-        inputs = _load_unit(
-            x, conv_states, token_slot, positions, unit + step, units, which, key, one, value, of_heads, x_stride,
-            conv_stride, KEY_HEADS, SHARE, KEYS, VALUES, SIZE,
-        )  # fmt: skip
-        q = _row(keys_shared, 0).load(gl.SliceLayout(1, STATE))
-        k = _row(keys_shared, 1).load(gl.SliceLayout(1, STATE))
         for h in gl.static_range(SHARE):
-            async_copy.wait_group(BUFFERS - 1)
-            buffer = buffers.index(number % BUFFERS)
+            async_copy.wait_group(0)
             state = gl.where(begun, buffer.load(STATE).to(gl.float32), 0.0)
-            next_unit = unit + (h + BUFFERS) // SHARE * step
-            next_head = next_unit % KEY_HEADS * SHARE + (h + BUFFERS) % SHARE
-            _fetch(states, later[h], next_head, next_unit < units, place, buffer, state_stride, NUMBERS)
-            number += 1
+            if h + 1 < SHARE:
+                _fetch(states, slot, group * SHARE + h + 1, True, place, buffer, state_stride, NUMBERS)
+            else:
+                next_head, wanted = next_unit % KEY_HEADS * SHARE, next_unit < units
+                _fetch(states, next_slot, next_head, wanted, place, buffer, state_stride, NUMBERS)
             kept = gl.sum(gl.where(of_heads == h, fades, 0.0), 0) * state
+            k = _row(keys_shared, 1).load(gl.SliceLayout(1, STATE))
             rate = gl.sum(gl.where(of_heads == h, rates, 0.0), 0)
             change = rate * (_row(values_shared, h).load(gl.SliceLayout(0, STATE)) - gl.sum(k[:, None] * kept, 0))
             new = kept + k[:, None] * change[None, :]
             target = states + home * state_stride + (group * SHARE + h) * NUMBERS + place
             gl.store(target, new.to(states.dtype.element_ty), mask=(place >= 0) & there, cache_modifier=".cs")
+            q = _row(keys_shared, 0).load(gl.SliceLayout(1, STATE))
             _row(results_shared, h).store(gl.sum(q[:, None] * new, 0))
+        factor = gl.load(source + CHANNELS + own, mask=in_own, other=0.0).to(gl.float32)
         results = results_shared.load(ROWS)
         results *= gl.rsqrt(gl.sum(results * results, 1) / VALUES + eps)[:, None]
-        results = results * gain * (factor * _sigmoid(factor))
+        results = results * gl.load(norm + own % VALUES) * (factor * _sigmoid(factor))
         results = gl.where(there, results, 0.0)
         at = out + token * INNER + own
         gl.store(at, results.to(out.dtype.element_ty), mask=(value >= 0) & (one < SHARE))
