@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from asyncengine.kernels.cuda.experts import few_rows
 from asyncengine.kernels.cuda.experts.codes import stack_codes
 from asyncengine.kernels.cuda.experts.few_rows import multiply_down, multiply_up
 from asyncengine.kernels.cuda.experts.mix import mix
@@ -21,7 +23,7 @@ from asyncengine.kernels.cuda.linear.formats.base import as_tensor
 from asyncengine.kernels.cuda.linear.grouped import CodedRows
 from asyncengine.kernels.cuda.linear.handle import CudaLinear
 from asyncengine.kernels.experts import choose_experts as choose_plainly
-from asyncengine.kernels.float8 import pack_float8, unpack_float8
+from asyncengine.kernels.float8 import Quantized, pack_float8, quantize, unpack_float8
 from asyncengine.kernels.grouped import make_grouped, round_to_groups, unpack
 from asyncengine.kernels.ops import Activation, Routing, RoutingRule
 from asyncengine.kernels.weight import INT4, INT8, PackedWeight, dense
@@ -113,7 +115,7 @@ def test_rows_that_are_no_numbers_are_routed_to_experts_that_there_are(device: t
 )
 def test_pairs_are_sorted_by_expert(device: torch.device, rows: int, experts: int, top_k: int, tile: int) -> None:
     ids = random(rows, experts, seed=1).topk(top_k, 1)[1].to(torch.int32).to(device)
-    order, tiles, limit, _ = sort_pairs(ids, experts, tile)
+    order, tiles, limit = sort_pairs(ids, experts, tile)
     flat = ids.flatten().cpu()
     assert torch.equal(order.cpu().long(), flat.sort(stable=True)[1])
     total = int(tiles[-1])
@@ -231,6 +233,30 @@ def test_mixtures_are_those_of_plain_operations(device: torch.device, case: str,
         wanted = expected + (before.double() if add else 0)
         tolerance = 1e-5 if dtype == torch.float32 else 2.0**-6
         assert (out.cpu().double() - wanted).abs().max() <= tolerance * wanted.abs().max()
+
+
+@pytest.mark.parametrize("most", [0, 600, 1200], ids=["by steps", "two and one", "all"])
+@pytest.mark.parametrize("form", [lambda weight: weight, quantize], ids=["floats", "float8"])
+def test_down_products_of_few_rows_load_some_experts_at_once(
+    device: torch.device, form: Callable[[Tensor], Any], most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Experts have 40 columns, for which a program loads 4 rows of 64."""
+    monkeypatch.setattr(few_rows, "_MOST_TOGETHER", most)
+    monkeypatch.setattr(few_rows, "_step", lambda inner: 64)
+    x, down, bias = random(6, 40, seed=1), random(5 * HIDDEN, 40, seed=2), random(5 * HIDDEN, seed=3)
+    packed = form(down)
+    whole = packed.dequantize() if isinstance(packed, Quantized) else packed
+    factors, ids = spread(2, 5, 3)
+    each = torch.einsum("tkhi,tki->tkh", whole.view(5, HIDDEN, 40)[ids.long()].double(), x.view(2, 3, 40).double())
+    each += bias.view(5, HIDDEN)[ids.long()].double()
+    if isinstance(packed, Quantized):
+        packed = Quantized(packed.values.to(device), packed.scale.to(device))
+    else:
+        packed = packed.to(device)
+    handle = CudaLinear(packed, bias.to(device), len(down))
+    out = torch.empty(2, HIDDEN, device=device)
+    multiply_down(x.to(device), ids.to(device), factors.to(device), handle, out=out, add=False)
+    torch.testing.assert_close(out.cpu().double(), (factors[..., None].double() * each).sum(1), rtol=1e-5, atol=1e-5)
 
 
 def test_few_rows_read_no_codes_behind_the_last(device: torch.device) -> None:

@@ -25,23 +25,31 @@ from asyncengine.kernels.cuda.linear.skinny import weight_rows_of
 
 _MOST_HELD = 1 << 15
 """Elements of weights that a program of 128 threads has on the way at most."""
+_MOST_TOGETHER = 20_000
+"""The same for several experts, so that four programs fit on a multiprocessor."""
+
+
+@triton.jit
+def _load_steps(weight, x, first, k, K: tl.constexpr, COUNT: tl.constexpr, BK: tl.constexpr):
+    """Steps of the weights at ``weight`` [BN, 1], from ``first`` on: [BN, BK] each, and of the row at ``x``: [BK]."""
+    w, xs = (), ()
+    for i in tl.static_range(COUNT):
+        at = (first + i) * BK + k
+        if K % (COUNT * BK) == 0:
+            w = w + (tl.load(weight + at[None, :]),)
+            xs = xs + (tl.load(x + at),)
+        else:
+            w = w + (tl.load(weight + at[None, :], mask=(at < K)[None, :], other=0.0),)
+            xs = xs + (tl.load(x + at, mask=at < K, other=0.0),)
+    return w, xs
 
 
 @triton.jit
 def _add_products(acc, weight, x, factor, k, K: tl.constexpr, STEPS: tl.constexpr, HELD: tl.constexpr,
                   BK: tl.constexpr):  # fmt: skip
     """acc [BN, BK] += weights at ``weight`` [BN, 1] times the row at ``x`` times a factor, HELD steps at a time."""
-    EVEN: tl.constexpr = K % (HELD * BK) == 0
     for first in tl.range(0, STEPS, HELD):
-        w, xs = (), ()
-        for i in tl.static_range(HELD):
-            at = (first + i) * BK + k
-            if EVEN:
-                w = w + (tl.load(weight + at[None, :]),)
-                xs = xs + (tl.load(x + at),)
-            else:
-                w = w + (tl.load(weight + at[None, :], mask=(at < K)[None, :], other=0.0),)
-                xs = xs + (tl.load(x + at, mask=at < K, other=0.0),)
+        w, xs = _load_steps(weight, x, first, k, K, HELD, BK)
         for i in tl.static_range(HELD):
             acc += w[i].to(tl.float32) * (xs[i].to(tl.float32) * factor)[None, :]
     return acc
@@ -148,11 +156,16 @@ def _down_kernel(
     BN: tl.constexpr,
     BK: tl.constexpr,
     HELD: tl.constexpr,
+    TOGETHER: tl.constexpr,
     ADD: tl.constexpr,
     PLAIN: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """A program is a row and some columns."""
+    """A program is a row and some columns. TOGETHER: experts whose weights are on the way at once; 0 if those of one
+    are too many.
+
+    The layout of x changes in shared memory, and behind its barriers no load is asked for before. So loads come first.
+    """
     start_next(PDL)
     row, program = tl.program_id(0).to(tl.int64), tl.program_id(1)
     k, column = tl.arange(0, BK), program * BN + tl.arange(0, BN)
@@ -162,23 +175,34 @@ def _down_kernel(
     total = tl.zeros([BN], tl.float32)
     acc = _zeros(BN, BK, G)
     STEPS: tl.constexpr = (K + BK - 1) // BK
-    for i in tl.static_range(TOP_K):
-        pair = row * TOP_K + i
-        of_expert = tl.load(ids + pair).to(tl.int64) * columns + weight_row
-        factor = tl.load(factors + pair).to(tl.float32)
-        at = weight + of_expert[:, None] * K
-        if G:
-            from_x = x + pair * K
-            own = _sum_coded(weight, weight_scale, of_expert, from_x, K, STEPS, HELD, BK, G, PITCH, FP4, PLAIN)
-            acc += own * factor
-        elif weight_scale is None:
-            acc = _add_products(acc, at, x + pair * K, factor, k, K, STEPS, HELD, BK)
-        else:
-            own = tl.zeros([BN, BK], tl.float32)
-            own = _add_products(own, at, x + pair * K, factor, k, K, STEPS, HELD, BK)
-            acc += own * tl.load(weight_scale + of_expert)[:, None]
-        if bias is not None:
-            total += factor * tl.load(bias + of_expert).to(tl.float32)
+    for first in tl.static_range(0, TOP_K, max(1, TOGETHER)):
+        if TOGETHER > 0:
+            w, xs = (), ()
+            for i in tl.static_range(first, min(first + TOGETHER, TOP_K)):
+                pair = row * TOP_K + i
+                at = weight + (tl.load(ids + pair).to(tl.int64) * columns + weight_row)[:, None] * K
+                loaded, of_x = _load_steps(at, x + pair * K, 0, k, K, STEPS, BK)
+                w, xs = w + loaded, xs + of_x
+        for i in tl.static_range(first, min(first + max(1, TOGETHER), TOP_K)):
+            pair = row * TOP_K + i
+            of_expert = tl.load(ids + pair).to(tl.int64) * columns + weight_row
+            factor = tl.load(factors + pair).to(tl.float32)
+            if G:
+                from_x = x + pair * K
+                own = _sum_coded(weight, weight_scale, of_expert, from_x, K, STEPS, HELD, BK, G, PITCH, FP4, PLAIN)
+                acc += own * factor
+            else:
+                own = tl.zeros([BN, BK], tl.float32)
+                if TOGETHER > 0:
+                    for j in tl.static_range(STEPS):
+                        x_of_step = xs[(i - first) * STEPS + j].to(tl.float32) * factor
+                        own += w[(i - first) * STEPS + j].to(tl.float32) * x_of_step[None, :]
+                else:
+                    at = weight + of_expert[:, None] * K
+                    own = _add_products(own, at, x + pair * K, factor, k, K, STEPS, HELD, BK)
+                acc += own if weight_scale is None else own * tl.load(weight_scale + of_expert)[:, None]
+            if bias is not None:
+                total += factor * tl.load(bias + of_expert).to(tl.float32)
     total += _total(acc, G)
     if ADD:
         total += tl.load(to, mask=column < columns, other=0.0).to(tl.float32)
@@ -214,10 +238,12 @@ def multiply_down(
 ) -> None:
     """out [T, H] = the sum of (x W^T + bias) * factors over the pairs of each row, or out += that; x [T * top_k, I]."""
     weight, scale, coding = kernel_operands(handle.weight)
-    (rows, columns), inner = out.shape, x.shape[1]
+    (rows, columns), inner, top_k = out.shape, x.shape[1], ids.shape[1]
     step, tile = _step(inner), 4
+    fit = 0 if coding["G"] else _MOST_TOGETHER // (-(-inner // step) * step * tile)
+    together = triton.cdiv(top_k, triton.cdiv(top_k, fit)) if fit else 0
     _down_kernel[(rows, triton.cdiv(columns, tile))](
-        x, ids, factors, weight, handle.bias, out, scale, columns, out.stride(0), K=inner, TOP_K=ids.shape[1],
-        BN=tile, BK=step, HELD=_held(inner, step, tile), ADD=add, PLAIN=INTERPRETED, num_warps=4,
-        **coding, **launch_options(pdl),
+        x, ids, factors, weight, handle.bias, out, scale, columns, out.stride(0), K=inner, TOP_K=top_k,
+        BN=tile, BK=step, HELD=_held(inner, step, tile), TOGETHER=together, ADD=add, PLAIN=INTERPRETED,
+        num_warps=4, **coding, **launch_options(pdl),
     )  # fmt: skip
