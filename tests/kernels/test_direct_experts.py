@@ -36,13 +36,9 @@ CASES: dict[str, tuple[Any, str, torch.dtype, tuple[int, int], DirectTiles, bool
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("rows", [13, 2])
 @pytest.mark.parametrize("case", CASES)
-def test_mixtures_of_few_rows_are_those_of_plain_operations(
-    case: str, rows: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Weights fill neither the last program nor the last step, and experts have more rows than a tile; with two rows
-    each pair is a tile of its own."""
+def test_mixtures_of_few_rows_are_those_of_plain_operations(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights fill neither the last program nor the last step, and experts have more rows than a tile."""
     form, activation, dtype, (hidden, inner), tiles, biased = CASES[case]
     run_in_torch(
         monkeypatch, "direct_experts_kernel", direct, operands, ends, mma_v2=mma, along=lambda *_: None,
@@ -54,7 +50,7 @@ def test_mixtures_of_few_rows_are_those_of_plain_operations(
     def random(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=draw).to(dtype)
 
-    weights, ids = spread(rows=rows, experts=3, top_k=2)
+    weights, ids = spread(rows=13, experts=3, top_k=2)
     up = [form(random(2 * inner, hidden) / 8) for _ in range(4)]
     down = [form(random(hidden, inner) / 6) for _ in range(4)]
     biases = (random(4, 2 * inner), random(4, hidden)) if biased else None

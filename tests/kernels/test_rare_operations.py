@@ -62,7 +62,10 @@ def test_a_norm_of_the_product_before_it_is_added(device: torch.device, before: 
     ops.linear_add_(x, handle, state, NO_STEP)
     assert state.state == before
     ops.linear_add_(x, handle, state, NO_STEP, norm)
-    assert state.state == "put off"  # for the norm that reads the sum
+    assert state.state == "put off", "the sum waits for the norm that reads it"
+    lone = Residual(residual[:1].clone())
+    ops.linear_add_(x[:1], handle, lone, NO_STEP, norm)
+    assert lone.state == "plain", "a product norms a lone row itself"
     product = x.float() @ weight.float().T
     expected = residual.float() + product + F.rms_norm(product, (32,), norm.weight.float(), 1e-5)
     reader = Norm(random(device, 32, seed=4), None, 1e-5)

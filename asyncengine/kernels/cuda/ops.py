@@ -225,9 +225,13 @@ class CudaOps:
         self._put_off(residual, x, norm)
 
     def _put_off(self, residual: Residual, x: Tensor, norm: Norm | None, parts: int = 1) -> None:
-        """Leave ``add_rows`` to the norm that reads the residual next."""
+        """Leave ``add_rows`` to the norm that reads the residual next. The next product of a lone row norms it itself
+        while it waits for weights, which takes less time."""
         add = partial(add_rows, x, residual.settle(), parts=parts, norm=norm, pdl=self.options.pdl)
-        residual.put_off(add, norms=True)
+        if len(residual.x) == 1:
+            add()
+        else:
+            residual.put_off(add, norms=True)
 
     def plain(self, residual: Residual, batch: CudaBatch) -> Tensor:
         return residual.settle()

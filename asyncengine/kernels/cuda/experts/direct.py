@@ -95,12 +95,6 @@ def _load_pairs(x, eight, within, tiles, K: gl.constexpr):
 
 
 @gluon.jit
-def _pairs_of_tile(order, first, place, ALONE: gl.constexpr):
-    """Pairs with these places in a tile."""
-    return place + first if ALONE else gl.load(order + first + place)
-
-
-@gluon.jit
 def _factors(word, shift):
     """2^126 times a power of 2, twice in a word as bfloat16; its exponent is the byte of ``word`` at ``shift``.
 
@@ -146,7 +140,6 @@ def direct_experts_kernel(
     PITCH: gl.constexpr,
     FP4: gl.constexpr,
     PAIRS_PER_ROW: gl.constexpr,
-    ALONE: gl.constexpr,
     BM: gl.constexpr,
     BN: gl.constexpr,
     UNITS: gl.constexpr,
@@ -163,8 +156,8 @@ def direct_experts_kernel(
     """Grid: tiles of rows, programs of BN rows of the weight. x and codes are int32, x_stride is in these; of floats
     scales are too, and PITCH is that of a row of scales.
 
-    ALONE: see SortedPairs. A step is UNITS tiles of K for each of WK warps, whose rows WN warps divide. AHEAD: x of the
-    next step is loaded in this one. HALF: x is float16, and not bfloat16.
+    A step is UNITS tiles of K for each of WK warps, whose rows WN warps divide. AHEAD: x of the next step is loaded in
+    this one. HALF: x is float16, and not bfloat16.
     """
     dtype: gl.constexpr = gl.float16 if HALF else gl.bfloat16
     WIDTH: gl.constexpr = BN // 2 if GATED else BN
@@ -191,13 +184,11 @@ def direct_experts_kernel(
         gdc_launch_dependents()
         gdc_wait()
     number, program = gl.program_id(0), gl.program_id(1)
-    expert = gl.load(tiles + number).to(gl.int32)
-    first, count = number, 1
-    if not ALONE:
-        first = gl.load(tiles + limit + number)
-        count = gl.load(tiles + 2 * limit + number)
-        if number >= gl.load(tiles + 3 * limit):
-            return
+    expert = gl.load(tiles + number)
+    first = gl.load(tiles + limit + number)
+    count = gl.load(tiles + 2 * limit + number)
+    if number >= gl.load(tiles + 3 * limit):
+        return
     column = program * WIDTH
     all_rows = columns * 2 if GATED else columns
     eights = columns // 8
@@ -212,7 +203,7 @@ def direct_experts_kernel(
     tile_of_x = tile_of_x + gl.arange(0, UNITS, along(PAIRS, 1, 4))[None, :, None, None] * WK
     pair = gl.arange(0, 64, along(PAIRS, 3, 4))[None, None, None, :]
     eight, within = tile_of_x * 64 + pair // 8 * 8, pair % 8
-    from_pair = _pairs_of_tile(order, first, gl.minimum(gl.arange(0, BM, along(PAIRS, 2, 4)), count - 1), ALONE)
+    from_pair = gl.load(order + first + gl.minimum(gl.arange(0, BM, along(PAIRS, 2, 4)), count - 1))
     from_x = x + (from_pair // PAIRS_PER_ROW).to(gl.int64)[None, None, :, None] * x_stride
 
     words = gl.load(at_codes + gl.minimum(tile, KT - 1) * 128)
@@ -270,7 +261,7 @@ def direct_experts_kernel(
     y = gl.convert_layout(activate_sums(acc, FUSED), STORED)
     n = column + gl.arange(0, WIDTH, gl.SliceLayout(1, STORED))
     m = gl.arange(0, BM, gl.SliceLayout(0, STORED))
-    pair = _pairs_of_tile(order, first, gl.minimum(m, count - 1), ALONE)
+    pair = gl.load(order + first + gl.minimum(m, count - 1))
     if WEIGHTED:
         y *= gl.load(factors + pair).to(gl.float32)[None, :]
     at = out + pair.to(gl.int64)[None, :] * columns + n[:, None]
@@ -310,8 +301,7 @@ def multiply_few(
     direct_experts_kernel[(pairs.limit, triton.cdiv(columns * (1 + gated), tiles.columns))](
         x.view(torch.int32), words, scales, words if bias is None else bias, words if factors is None else factors,
         pairs.order, pairs.tiles, out, pairs.limit, columns, x.stride(0) // 2,
-        K=inner, G=weight.group, PITCH=pitch, FP4=weight.fp4, PAIRS_PER_ROW=pairs_per_row,
-        ALONE=pairs.alone, BM=tiles.rows,
+        K=inner, G=weight.group, PITCH=pitch, FP4=weight.fp4, PAIRS_PER_ROW=pairs_per_row, BM=tiles.rows,
         BN=tiles.columns, UNITS=tiles.units, AHEAD=tiles.ahead, HALF=x.dtype == torch.float16, FUSED=activation,
         GATED=gated, BIAS=bias is not None, WEIGHTED=factors is not None, WK=tiles.along_inner, WN=tiles.along_columns,
         num_warps=tiles.along_inner * tiles.along_columns, **launch_options(pdl),

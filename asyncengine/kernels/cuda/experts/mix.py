@@ -11,7 +11,7 @@ from torch import Tensor
 from asyncengine.kernels.cuda.experts.few_rows import multiply_down, multiply_up
 from asyncengine.kernels.cuda.experts.grouped import multiply_tiles
 from asyncengine.kernels.cuda.experts.plan import FEW_ROWS, DirectTiles, direct_tiles_for, tiles_for
-from asyncengine.kernels.cuda.experts.sort import pairs_alone, sort_pairs
+from asyncengine.kernels.cuda.experts.sort import sort_pairs
 from asyncengine.kernels.cuda.gpu import Gpu
 from asyncengine.kernels.cuda.linear.grouped import CodedRows
 from asyncengine.kernels.cuda.linear.handle import CudaLinear
@@ -77,8 +77,7 @@ def multiply_pairs(
     pairs, top_k = routing.ids.numel(), routing.ids.shape[1]
     few = None if invariant else _tiles_of_few(x, routing, experts, gpu)
     if few is not None:
-        alone = len(x) <= FEW_ROWS
-        order = pairs_alone(routing.ids) if alone else sort_pairs(routing.ids, experts.count, few.rows, pdl=pdl)
+        order = sort_pairs(routing.ids, experts.count, few.rows, pdl=pdl)
         multiply = partial(direct.multiply_few, pairs=order, tiles=few, pdl=pdl)
     else:
         bits = up.format.bits[up.format.kind(x.dtype)], 8 * x.itemsize

@@ -55,7 +55,7 @@ def direct_tiles_for(pairs: int, experts: int) -> DirectTiles | None:
     if rows > 32:
         return None
     if rows == 8:
-        return DirectTiles(8, 32, 1, True, *((4, 1) if pairs <= 16 else (2, 2)))
+        return DirectTiles(8, 16, 1, True, 4, 1) if pairs <= 16 else DirectTiles(8, 32, 1, True, 2, 2)
     return DirectTiles(16, 64, 1, False, 2, 2) if rows == 16 else DirectTiles(32, 128, 1, False, 1, 4)
 
 

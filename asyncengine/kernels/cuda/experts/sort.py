@@ -32,8 +32,6 @@ class SortedPairs(NamedTuple):
     tiles"""
     limit: int
     """Most tiles that there can be."""
-    alone: bool = False
-    """Each pair is a tile, in the pairs' own order. ``tiles`` are their experts alone, and there is no ``order``."""
 
 
 @kernel
@@ -97,8 +95,3 @@ def sort_pairs(ids: Tensor, experts: int, rows: int, *, pdl: bool = False) -> So
         TILES_AT_ONCE=_TILES_AT_ONCE, num_warps=4, **launch_options(pdl),
     )  # fmt: skip
     return SortedPairs(order, tiles, limit)
-
-
-def pairs_alone(ids: Tensor) -> SortedPairs:
-    """Make each pair of contiguous ids [T, top_k] a tile of its own, without a launch."""
-    return SortedPairs(ids, ids, ids.numel(), alone=True)
