@@ -86,7 +86,7 @@ def delta_step(x: Tensor, mixer: DeltaNet, mixed: Mixed, step: DeviceStep, gpu: 
         VECTOR=vector,
         WARPS=_WARPS,
         num_warps=_WARPS,
-        maxnreg=_REGISTERS,
+        **({"maxnreg": _REGISTERS} if units > gpu.multiprocessors else {}),
         **launch_options(pdl),
     )
     return out
@@ -222,6 +222,7 @@ def _delta_step_kernel(
         in_keys, in_own = (key >= 0) & (which >= 0) & there, (value >= 0) & (one < SHARE) & there
         keys = _load_inputs(source, before, of_keys, in_keys, begun, CHANNELS, SIZE)
         values = _load_inputs(source, before, of_values, in_own, begun, CHANNELS, SIZE)
+        factor = gl.load(source + CHANNELS + own, mask=in_own, other=0.0).to(gl.float32)
         head, known = group * SHARE + of_heads, (of_heads < SHARE) & there
         rates = _sigmoid(gl.load(source + CHANNELS + INNER + head, mask=known, other=0.0).to(gl.float32))
         times = gl.load(source + CHANNELS + INNER + HEADS + head, mask=known, other=0.0).to(gl.float32)
@@ -253,7 +254,6 @@ def _delta_step_kernel(
             gl.store(target, new.to(states.dtype.element_ty), mask=(place >= 0) & there, cache_modifier=".cs")
             q = _row(keys_shared, 0).load(gl.SliceLayout(1, STATE))
             _row(results_shared, h).store(gl.sum(q[:, None] * new, 0))
-        factor = gl.load(source + CHANNELS + own, mask=in_own, other=0.0).to(gl.float32)
         results = results_shared.load(ROWS)
         results *= gl.rsqrt(gl.sum(results * results, 1) / VALUES + eps)[:, None]
         results = results * gl.load(norm + own % VALUES) * (factor * _sigmoid(factor))
