@@ -185,6 +185,7 @@ def items_of(given: str | list[Item] | None, own: OwnResponses) -> list[Item]:
         raise bad_request("input is required and must not be empty", "input")
     if isinstance(given, str):
         given = [Item(role="user", content=given)]
+    check_count("input", given)  # before each of them gets an id; add_items counts their parts as well
     return [_whole(item, own, f"input[{i}]") for i, item in enumerate(given)]
 
 
