@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -307,10 +307,15 @@ def test_powers_of_2_take_a_byte() -> None:
         assert torch.equal(stack_codes([odd]).scales, scales)
 
 
-def test_a_row_depends_neither_on_the_others_nor_on_their_number_if_it_must_not(device: torch.device) -> None:
+@pytest.mark.parametrize("shared", ["none", "plain"])
+def test_a_row_depends_neither_on_the_others_nor_on_their_number_if_it_must_not(
+    device: torch.device, shared: Literal["none", "plain"]
+) -> None:
+    """The last expert computes every row, or those that choose it."""
     up, down = random(6, 2 * INNER, HIDDEN, seed=1).to(device), random(6, HIDDEN, INNER, seed=2).to(device)
     handle = stack_experts([list(map(dense, w.chunk(2))) for w in up], list(map(dense, down)), "silu_mul")
-    x, (weights, ids) = random(40, HIDDEN, seed=3).to(device), spread(40, 6, 2)
+    x, logits = random(40, HIDDEN, seed=3).to(device), random(40, 6 - (shared == "plain"), seed=5)
+    weights, ids = choose_plainly(logits, RoutingRule(2, sums_to_one=True, shared=shared))
     weights, ids = weights.to(device), ids.to(device)
 
     def run(first: int, last: int) -> Tensor:
