@@ -148,9 +148,11 @@ def _in_lanes(codes: Tensor, places: Sequence[Sequence[int]]) -> Tensor:
     bytes_of = codes.reshape(*codes.shape[:-1], -1, 2, 2)  # [..., pair, first or second byte of it]
     lanes = torch.zeros(bytes_of[..., 0, :].shape, dtype=torch.int16, device=codes.device)
     for number, of_one in enumerate(places):
-        code = bytes_of[..., number % 2, :] >> number // 2 * 4
-        for bit, place in zip((3, 2, 1, 0), of_one, strict=True):
-            lanes |= (code >> bit & 1).to(torch.int16) << place
+        code = (bytes_of[..., number % 2, :] >> number // 2 * 4).to(torch.int16)
+        shifts = [place - bit for bit, place in zip((3, 2, 1, 0), of_one, strict=True)]
+        for shift in set(shifts):  # bits that stay side by side move together
+            mask = sum(1 << bit for bit, own in zip((3, 2, 1, 0), shifts, strict=True) if own == shift)
+            lanes |= (code & mask) << shift
     return lanes.view(torch.uint8).view(codes.shape)
 
 
