@@ -20,6 +20,7 @@ from asyncengine.kernels.cuda.comm.peers import ADDRESS_ROWS, FEW, FLAG_STRIDE, 
 from asyncengine.kernels.cuda.comm.results import gather_kernel, share_kernel
 from asyncengine.kernels.cuda.comm.sums import CHUNK, MAX_CHUNKS, sum_few_kernel, sum_many_kernel
 from asyncengine.kernels.cuda.launch.programmatic import launch_options
+from asyncengine.kernels.cuda.rows.norms import gains_or
 from asyncengine.kernels.cuda.rows.tensors import empty_rows
 from asyncengine.kernels.cuda.sampling.sample import Ranks
 from asyncengine.kernels.cuda.step.tensors import Slots
@@ -73,8 +74,7 @@ class Exchange:
             raise ValueError(f"a product {list(product.shape)} does not fit into inboxes of {room:,} for {blocks}")
         if triton.cdiv(rows, blocks * CHUNK) > MAX_CHUNKS:
             raise ValueError(f"a sum has at most {blocks * CHUNK * MAX_CHUNKS} rows, got {rows}")
-        weight = to if norm is None else norm.weight
-        operands = (product, to, weight, weight if norm is None or norm.bias is None else norm.bias, normed)
+        operands = (product, to, *gains_or(norm, to), normed)
         strides = (rows, to.stride(0), normed.stride(0), room, 0.0 if norm is None else norm.eps)
         tile = triton.next_power_of_2(width)
         options: dict[str, Any] = {

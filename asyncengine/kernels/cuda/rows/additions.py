@@ -9,8 +9,8 @@ from torch import Tensor
 
 from asyncengine.kernels.cuda.launch.compiling import kernel
 from asyncengine.kernels.cuda.launch.programmatic import launch_options, start_next, wait
-from asyncengine.kernels.cuda.rows.norms import load_gains, norm_values, store_sum
-from asyncengine.kernels.cuda.rows.tensors import check, check_rows, check_strided, empty_rows, gain_dtype
+from asyncengine.kernels.cuda.rows.norms import check_norm, gains_or, load_gains, norm_values, store_sum
+from asyncengine.kernels.cuda.rows.tensors import check_rows, check_strided, empty_rows
 from asyncengine.kernels.ops import Norm
 
 
@@ -54,23 +54,14 @@ def add_rows(
     check_strided(x, onto.dtype, (rows * parts, width), "x")
     for one in (norm, reader):
         if one is not None:
-            check(one.weight, gain_dtype(one.weight, onto), (width,), "weight")
-            if one.bias is not None:
-                check(one.bias, onto.dtype, (width,), "bias")
+            check_norm(one, onto)
     normed = onto if reader is None else empty_rows(rows, width, onto.dtype, onto.device)
     tile = triton.next_power_of_2(width)
     _add_kernel[(rows,)](
-        x, onto, *_gains(norm, onto), *_gains(reader, onto), normed, x.stride(0), onto.stride(0), normed.stride(0),
+        x, onto, *gains_or(norm, onto), *gains_or(reader, onto), normed, x.stride(0), onto.stride(0), normed.stride(0),
         0.0 if norm is None else norm.eps, 0.0 if reader is None else reader.eps, PARTS=parts, NORM=norm is not None,
         CENTER=norm is not None and norm.bias is not None, ONTO=not replaces, READER=reader is not None,
         READER_CENTER=reader is not None and reader.bias is not None, WIDTH=width, TILE=tile,
         num_warps=min(16, max(1, tile // 256)), **launch_options(pdl),
     )  # fmt: skip
     return None if reader is None else normed
-
-
-def _gains(norm: Norm | None, instead: Tensor) -> tuple[Tensor, Tensor]:
-    """The weight and the bias of a norm; for those that it does not have another tensor."""
-    if norm is None:
-        return instead, instead
-    return norm.weight, norm.weight if norm.bias is None else norm.bias

@@ -100,6 +100,20 @@ def _norm_kernel(
     tl.store(out + row * out_stride + column, value.to(out.dtype.element_ty), mask=inside)
 
 
+def check_norm(norm: Norm, x: Tensor) -> None:
+    """Raise ValueError unless the norm is one of rows like those of x [M, N]."""
+    check(norm.weight, gain_dtype(norm.weight, x), x.shape[1:], "weight")
+    if norm.bias is not None:
+        check(norm.bias, x.dtype, x.shape[1:], "bias")
+
+
+def gains_or(norm: Norm | None, instead: Tensor) -> tuple[Tensor, Tensor]:
+    """The weight and the bias of a norm; for those that there are not, a tensor that kernels do not read."""
+    if norm is None:
+        return instead, instead
+    return norm.weight, norm.weight if norm.bias is None else norm.bias
+
+
 def norm_rows(
     x: Tensor,
     norm: Norm,
@@ -118,9 +132,7 @@ def norm_rows(
     width = x.shape[1]
     if parts is not None:
         check(parts, torch.float32, (len(parts), *x.shape), "parts")
-    check(norm.weight, gain_dtype(norm.weight, x), (width,), "weight")
-    if norm.bias is not None:
-        check(norm.bias, x.dtype, (width,), "bias")
+    check_norm(norm, x)
     if index is not None:
         check(index, torch.int64, (len(index),), "index")
     rows = len(x) if index is None else len(index)
@@ -130,8 +142,7 @@ def norm_rows(
         x,
         x if index is None else index,
         x if parts is None else parts,
-        norm.weight,
-        norm.weight if norm.bias is None else norm.bias,
+        *gains_or(norm, x),
         out,
         x.stride(0),
         out.stride(0),
