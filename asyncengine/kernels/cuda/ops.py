@@ -16,7 +16,7 @@ from torch import Tensor
 from asyncengine._core import Need
 from asyncengine.kernels.cuda.attention.latent_run import attend, choose_plans
 from asyncengine.kernels.cuda.attention.run import BucketAttention
-from asyncengine.kernels.cuda.experts.mix import MixOptions, adds_up, mix, multiply_pairs
+from asyncengine.kernels.cuda.experts.mix import MixOptions, adds_up, mix, mix_few, multiply_pairs
 from asyncengine.kernels.cuda.experts.route import choose_experts
 from asyncengine.kernels.cuda.experts.stack import stack_experts
 from asyncengine.kernels.cuda.gpu import Gpu, describe
@@ -210,7 +210,7 @@ class CudaOps:
         if self.reduction is not None:
             self.add_(self.experts(x, routing, experts, batch), residual, batch, norm)
         elif norm is None and adds_up(x, routing, experts, **self._mixes):
-            mix(x, routing, experts, out=residual.settle(), add=True, **self._mixes)
+            mix_few(x, routing, experts, out=residual.settle(), add=True, pdl=self.options.pdl)
         else:
             results = multiply_pairs(x, routing, experts, residual.x.shape[1], **self._mixes)
             self._put_off(residual, results, norm, parts=routing.ids.shape[1])

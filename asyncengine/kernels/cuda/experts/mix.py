@@ -46,10 +46,17 @@ def mix(
 ) -> None:
     """out [T, H] = the weighted results of the experts of x [T, K], added up in float32; or out += that."""
     pdl = options.get("pdl", False)
-    if not adds_up(x, routing, experts, **options):
+    if adds_up(x, routing, experts, **options):
+        mix_few(x, routing, experts, out=out, add=add, pdl=pdl)
+    else:
         results = multiply_pairs(x, routing, experts, out.shape[1], **options)
         add_rows(results, out, parts=routing.ids.shape[1], replaces=not add, pdl=pdl)
-        return
+
+
+def mix_few(
+    x: Tensor, routing: Routing, experts: Experts[CudaLinear], *, out: Tensor, add: bool, pdl: bool = False
+) -> None:
+    """``mix`` where the second product adds up results itself, see ``adds_up``."""
     [up], [down] = experts.up, experts.down
     inner = _inner_rows(x, routing, experts)
     multiply_up(x, routing.ids, up, out=inner, activation=experts.activation, pdl=pdl)
@@ -57,7 +64,7 @@ def mix(
 
 
 def adds_up(x: Tensor, routing: Routing, experts: Experts[CudaLinear], **options: Unpack[MixOptions]) -> bool:
-    """Return whether the second product adds up the results of a row's experts itself, as it does for few rows."""
+    """Return whether ``mix_few`` is for these rows, which are one or two, of weights that direct.py does not take."""
     few = len(x) <= FEW_ROWS and not options.get("invariant")
     return few and _tiles_of_few(x, routing, experts, options["gpu"]) is None
 
@@ -67,9 +74,8 @@ def multiply_pairs(
 ) -> Tensor:
     """Return the weighted results [T * top_k, width] of the experts of x [T, K], those of a row one behind another.
 
-    These and the results between the products are in x's dtype.
-
-    No launch depends on the routing, whose indices are to be in range: every row is computed by all of its experts.
+    These and the results between the products are in x's dtype. No launch depends on the routing, whose indices are to
+    be in range: every row is computed by all of its experts.
     """
     [up], [down] = experts.up, experts.down
     gpu, invariant, pdl = options["gpu"], options.get("invariant", False), options.get("pdl", False)

@@ -8,8 +8,8 @@ programs where the weight has too few rows to fill the card; the last of them to
 the splits.
 
 A program takes 128 columns at a time. Of int4 these are 32 words of a row, whose low halves are columns 0 to 63 and
-whose high ones are 64 to 127: so both halves meet neighbours in x. Rows of int8 lie in pieces of
-64 bytes (see ``in_tiles``), unless a weight has no tiles.
+whose high ones are 64 to 127: so both halves meet neighbours in x. Rows of int8 lie in pieces of 64 bytes (see
+``in_tiles``), unless a weight has no tiles.
 """
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call, import-untyped"
 # mypy: disable-error-code="assignment, var-annotated, unreachable, misc"

@@ -3,7 +3,7 @@
 A unit of work is a key head of a token, with the value heads that share it. Nobody else reads their part of the states,
 so that it also writes what the next step convolves. A program takes units in turn, and heads of a unit. The state of
 the next head is copied to shared memory while it computes, the first one before it waits for its inputs: it was written
-a step ago. Two programs share a multiprocessor, so that one computes while the other waits.
+a step ago. Two programs share a multiprocessor if there is work for them, so that one computes while the other waits.
 """
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call, import-untyped"
 # mypy: disable-error-code="assignment, var-annotated, unreachable, misc, no-redef"
@@ -36,12 +36,12 @@ _REGISTERS = 65536 // (32 * _WARPS * _PROGRAMS)
 
 
 def takes_step(mixer: DeltaNet, tokens: int, gpu: Gpu) -> bool:
-    """Return whether the kernel runs for this mixer, and a step has work for at least half of the card's programs."""
+    """Return whether the kernel runs for this mixer, and a step has units for half of the multiprocessors."""
     return has_step(mixer, gpu) and 2 * tokens * mixer.key_heads >= gpu.multiprocessors
 
 
 def has_step(mixer: DeltaNet, gpu: Gpu) -> bool:
-    """Return whether the kernel runs for this mixer."""
+    """Return whether the kernel runs for this mixer: on Hopper, for states of whole tiles that registers can hold."""
     size, dim = mixer.key_dim, mixer.value_dim
     copied = size * dim * mixer.state_dtype.itemsize
     whole = all(triton.next_power_of_2(n) == n >= _WARPS for n in (size, dim)) and copied >= 16 * 32 * _WARPS
