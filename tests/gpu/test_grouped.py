@@ -130,7 +130,7 @@ def test_every_plan_for_few_rows(kind: str) -> None:
         site = Site(600, 1664, rows, "none", None, False, False, format_of(weight).kind(x.dtype))
         plans = [plan for plan in candidates(site, H200) if plan.kind == "direct"]
         assert len(plans) > 2
-        for plan in plans:
+        for plan in (*plans, replace(plans[0], holds=True)):  # for which the weight has too few steps
             out = torch.empty(rows, 600, device="cuda", dtype=torch.bfloat16)
             direct_linear(x, weight, plan, out=out)
             assert_is_product(out, x, matrix, kind, plan)

@@ -208,6 +208,17 @@ def test_plans_of_few_rows_fit(form: str, rows: int, columns: int, inner: int, a
         assert plan.fits(columns, inner, gated=activation is not None)
 
 
+def test_loads_stay_ahead_where_a_multiprocessor_has_one_program_of_many_steps() -> None:
+    """Registers have room for them, which they lack for small groups. Each such plan is a candidate without, too."""
+    down = Site(4096, 14336, 1, "none", None, False, True, INT4)
+    held = [plan for plan in candidates(down, H200) if plan.holds]
+    assert {(plan.columns, plan.warps, plan.stages) for plan in held} == {(32, 8, 1), (32, 8, 2)}
+    assert {replace(plan, holds=False) for plan in held} < set(candidates(down, H200))
+    few_steps, many_programs = down._replace(inner=4096), down._replace(columns=14336, activation="silu_mul")
+    for other in few_steps, many_programs, down._replace(weight="int4 in small groups"):
+        assert not any(plan.holds for plan in candidates(other, H200)), other
+
+
 def test_kinds_of_small_groups() -> None:
     """The groups of GGUF's types have plans for few rows of 16 bits on Hopper, and the library for the rest."""
     for form, group, kind in (
@@ -241,6 +252,9 @@ def test_a_weight_to_try_kernels_with_is_tiled() -> None:
 FEW_ROWS: dict[str, tuple[dict[str, Any], Plan, int, dict[str, Any]]] = {
     "int4": ({"form": INT4, "group": 128, "offsets": True}, Plan("direct", 16, 128, 2, 8, stages=2, ahead=1), 3, {}),
     "int4 in half tiles": ({"form": INT4, "group": 64}, Plan("direct", 32, 128, 2, 16, stages=1), 17, {"add": True}),
+    "int4 that holds": (
+        {"form": INT4, "group": 128}, Plan("direct", 32, 128, 2, 8, stages=1, ahead=1, holds=True), 3, {"add": True},
+    ),
     "int8 by rows": ({"form": INT8, "group": 640}, Plan("direct", 16, 64, 2, 8, stages=2, ahead=1), 1, {}),
     "int8 of a gate": (
         {"form": INT8, "group": 640}, Plan("direct", 32, 64, 4, 16, stages=1, ahead=1), 9, {"activation": "silu_mul"},
@@ -263,7 +277,7 @@ def test_products_of_few_rows(case: str, dtype: torch.dtype, monkeypatch: pytest
     """The kernel's own code, executed in torch. Weights fill neither the last program nor the last step."""
     run_in_torch(
         monkeypatch, "direct_kernel", direct, operands, endings, mma_v2=mma, along=lambda *_: None,
-        sums_layout=lambda *_: None, _sigmoid=torch.sigmoid,
+        sums_layout=lambda *_: None, _sigmoid=torch.sigmoid, _keep_loads_ahead=lambda *_: None,
     )  # fmt: skip
     settings, plan, rows, ends = FEW_ROWS[case]
     weight = random_grouped(rows=48, columns=640, **settings)
@@ -316,6 +330,7 @@ from tests.kernels.compile_for import install, spills
 compiled = install()
 import torch
 from asyncengine.kernels.cuda.gpu import H200
+from asyncengine.kernels.cuda.linear.candidates import candidates
 from asyncengine.kernels.cuda.linear.choose import default_plan
 from asyncengine.kernels.cuda.linear.direct import direct_linear
 from asyncengine.kernels.cuda.linear.formats.registry import format_of
@@ -323,12 +338,13 @@ from asyncengine.kernels.cuda.linear.grouped import GroupedMatrix
 from asyncengine.kernels.cuda.linear.plan import Site
 from asyncengine.kernels.weight import INT4, INT8
 
-def check(weight, rows):
+def check(weight, rows, holds=False):
     columns, inner = weight.shape
     site = Site(columns, inner, rows, "none", None, False, True, format_of(weight).kind(torch.bfloat16))
-    plan = default_plan(site, H200)
+    plans = [plan for plan in candidates(site, H200) if plan.holds] if holds else [default_plan(site, H200)]
     x, out = (torch.empty(rows, size, dtype=torch.bfloat16) for size in (inner, columns))
-    direct_linear(x, weight, plan, out=out, add=True, pdl=True)
+    for plan in plans:
+        direct_linear(x, weight, plan, out=out, add=True, pdl=True)
 
 for rows, columns, inner, group in (
     (1, 28672, 4096, 4096), (16, 4096, 14336, 128), (32, 6144, 4096, 4096), (1, 28672, 4096, 32), (16, 4096, 14336, 16),
@@ -339,6 +355,9 @@ for rows, columns, inner, group in (
 for rows, columns, inner in (1, 28672, 4096), (16, 4096, 14336), (32, 6144, 4096):
     codes, scales = torch.empty(columns, inner // 2, dtype=torch.uint8), torch.empty(inner // 32, columns)
     check(GroupedMatrix(INT4, codes, scales, scales, None, None), rows)
+for group, offsets in (128, False), (128, True), (64, False), (64, True):
+    codes, scales = torch.empty(4096, 7168, dtype=torch.uint8), torch.empty(14336 // group, 4096)
+    check(GroupedMatrix(INT4, codes, scales, scales if offsets else None, None, None), 1, holds=True)
 for kernel in compiled.values():
     first, *_, last = kernel.asm["ptx"].split("mma.sync")
     loop = kernel.asm["ptx"][len(first) : -len(last)]
@@ -349,5 +368,5 @@ for kernel in compiled.values():
 
 def test_no_weight_of_codes_moves_between_threads(tmp_path: Path) -> None:
     """Between the products of a step there are neither barriers nor shared memory, and registers suffice, also for the
-    groups of GGUF's types."""
-    assert run(tmp_path, "-c", PLANS) == ["direct_kernel"] * 9
+    groups of GGUF's types, and where loads stay ahead."""
+    assert run(tmp_path, "-c", PLANS) == ["direct_kernel"] * 17

@@ -48,6 +48,7 @@ plans = st.builds(
     split=powers,
     stages=st.integers(1, 6),
     ahead=st.integers(0, 3),
+    holds=st.booleans(),
     fused_norm=st.booleans(),
 )
 

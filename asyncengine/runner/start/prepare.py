@@ -244,7 +244,7 @@ def _plan_distance(site: Site, plan: Plan, other_site: Site, other: Plan) -> flo
         _programs(site, plan) / _programs(other_site, other),
     )
     doublings = sum(abs(math.log2(ratio)) for ratio in wholes) + 0.5 * sum(abs(math.log2(ratio)) for ratio in halves)
-    kinds = (plan.kind != other.kind) + (plan.fused_norm != other.fused_norm)
+    kinds = (plan.kind != other.kind) + (plan.fused_norm != other.fused_norm) + (plan.holds != other.holds)
     return doublings + abs(plan.ahead - other.ahead) + 0.5 * kinds
 
 

@@ -20,7 +20,7 @@ def candidates(site: Site, gpu: Gpu) -> Iterator[Plan]:
     if isinstance(form, Grouped):
         direct = takes_direct(site, gpu)
         if direct:
-            yield from _direct(site)
+            yield from _direct(site, gpu)
         if form.coded and (not direct or site.rows > DIRECT_ROWS // 2):
             yield from _coded(site, gpu)
         return
@@ -47,9 +47,13 @@ def _coded(site: Site, gpu: Gpu) -> Iterator[Plan]:
                         yield plan
 
 
-def _direct(site: Site) -> Iterator[Plan]:
+def _direct(site: Site, gpu: Gpu) -> Iterator[Plan]:
     """Programs of few of the weight's rows for few of x's, whose sums fit in registers; as many tiles in a step as the
-    weight has."""
+    weight has.
+
+    Loads that stay ahead take registers. They are worth trying where a program has the multiprocessor to itself, which
+    several warps share, for a loop of many steps.
+    """
     rows, tile = max(8, round_rows(site.rows)), DIRECT_TILES[site.weight]
     tiles = site.inner // tile
     for columns, warps, units in ((32, 4, 2), (16, 8, 2), (16, 4, 4), (16, 8, 4), (32, 8, 1), (32, 4, 1), (16, 8, 1),
@@ -63,6 +67,11 @@ def _direct(site: Site) -> Iterator[Plan]:
             plan = Plan("direct", columns, tile, warps, rows, 1, units, ahead, fused_norm=False)
             if plan.fits(site.columns, site.inner, gated=site.activation == "silu_mul"):
                 yield plan
+                registers = units * columns // 2 + x // 64 + columns * rows // 32  # of a step, and of the sums
+                roomy = site.weight in TILE_COLUMNS and registers <= 72
+                alone = warps >= 8 and site.weight_rows <= columns * gpu.multiprocessors
+                if ahead and roomy and alone and tiles > 4 * warps * units:
+                    yield replace(plan, holds=True)
 
 
 def _packed(site: Site) -> float:

@@ -25,6 +25,7 @@ from functools import partial
 import torch
 import triton
 from torch import Tensor
+from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
@@ -46,6 +47,18 @@ from asyncengine.kernels.cuda.linear.plan import Plan
 from asyncengine.kernels.cuda.linear.residual import Unnormed
 from asyncengine.kernels.ops import Activation, Norm
 from asyncengine.kernels.weight import INT4
+
+_TRAP_IF_NEGATIVE = gl.constexpr("{ .reg .pred p; setp.lt.s32 p, $1, 0; @p trap; mov.u32 $0, 0; }")
+
+
+@gluon.jit
+def _keep_loads_ahead(rows):
+    """Have the loads before this one run before the products behind it: a branch that is never taken parts the two.
+
+    To save registers, the compiler moves loads of the next step behind the products of this one, where all wait for
+    them. It moves instructions within a block alone, and a branch ends a block. No step has fewer than no rows.
+    """
+    gl.inline_asm_elementwise(_TRAP_IF_NEGATIVE, "=r,r", [rows], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @partial(GluonKernel, do_not_specialize=["rows"])
@@ -79,6 +92,7 @@ def direct_kernel(
     READS: gl.constexpr,
     WRITES: gl.constexpr,
     TILES: gl.constexpr,
+    HOLDS: gl.constexpr,
     WARPS: gl.constexpr,
     PDL: gl.constexpr,
 ):
@@ -86,6 +100,7 @@ def direct_kernel(
 
     PER_BYTE: numbers in a byte of codes, 2 of int4 and 1 of int8. A step is UNITS tiles of K for each warp. AHEAD: x of
     the next step is loaded in this one. HALF: x is float16, and not bfloat16. READS, WRITES, TILES: as in tma.py.
+    HOLDS: see ``_keep_loads_ahead``.
     """
     if PDL:
         gdc_launch_dependents()
@@ -180,6 +195,8 @@ def direct_kernel(
                 next_pairs = gl.load(at_x + done * (TILE // 2), mask=(tile_of_x + done < KT) & wanted, other=0)
             else:
                 pairs = gl.load(at_x + first * (TILE // 2), mask=(tile_of_x + first < KT) & wanted, other=0)
+            if HOLDS and (ONE or not OFFSETS):  # offsets of half tiles leave too few registers
+                _keep_loads_ahead(rows)
             own_words = gl.permute(gl.reshape(words, [WARPS, UNITS, RB, 2, 32, 2, 2]), (0, 2, 3, 4, 5, 6, 1))
             own_pairs = gl.reshape(pairs, [WARPS, UNITS, BM, PER_BYTE, 4, 2, 2, 2])
             own_pairs = gl.permute(own_pairs, (0, 2, 3, 4, 7, 5, 6, 1))
@@ -288,6 +305,6 @@ def _launch(
         UNITS=plan.stages, AHEAD=plan.ahead > 0, HALF=x.dtype == torch.float16, FUSED=fused or "none",
         OFFSETS=weight.offsets is not None, BIAS=bias is not None, ADD=add,
         READS=0 if reads is None else len(reads.sums), WRITES=0 if writes is None else len(writes.sums),
-        TILES=0 if reads is None else reads.sums.shape[1], WARPS=plan.warps,
+        TILES=0 if reads is None else reads.sums.shape[1], HOLDS=plan.holds, WARPS=plan.warps,
         num_warps=plan.warps, **launch_options(pdl),
     )  # fmt: skip

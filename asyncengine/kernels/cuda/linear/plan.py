@@ -80,6 +80,8 @@ class Plan:
     ahead: int = 0
     """of a skinny plan, steps whose weights are loaded ahead of the wait, 0 for all; of a direct one, steps whose x
     is"""
+    holds: bool = False
+    """of a direct plan: loads of the next step stay ahead of the products of this one, whatever registers that takes"""
     fused_norm: bool = True
     """the norm, and for float8 weights the quantising of x, is part of the kernel and not one of its own"""
 
