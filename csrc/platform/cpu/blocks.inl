@@ -56,7 +56,7 @@ template <BlockType kType>
 void multiply_tile(const BlockTask& task) {
 #if defined(__AVX512VNNI__) && defined(__AVX512VL__)
   if constexpr (kType == BlockType::kQ4_K) {
-    if (task.rows == 1) return multiply_row_of_q4_k(task);
+    if (task.rows == 1 && task.weight_rows == kTileRows) return multiply_row_of_q4_k(task);
   }
 #endif
   constexpr int kRowsTogether = 8;
