@@ -47,8 +47,8 @@ for dtype, some_layers in ((torch.bfloat16, of_bfloat16), (torch.float32, layers
             num_bytes = ShortConv.state_bytes(*layer.conv.weight.shape)
             num_bytes += layer.inner * size * layer.state_dtype.itemsize
             width, run = layer.width, ops.delta_net if isinstance(layer, DeltaNet) else ops.mamba2
-        states = LayerStates(some(8, num_bytes, dtype=torch.uint8))
-        for rows, tokens, single in ((4, 4, True), (8, 8, True), (4, 256, False)):
+        states = LayerStates(some(16, num_bytes, dtype=torch.uint8))
+        for rows, tokens, single in ((4, 4, True), (8, 8, True), (16, 16, True), (4, 256, False)):
             step = allocate_step(rows, 1, rows, tokens, cpu)
             run(some(tokens, width, dtype=dtype), layer, states, CudaBatch(step, single_token_rows=single))
 source = make_source(torch.zeros(2, 64, dtype=torch.int32), torch.zeros(2, 8, dtype=torch.int64), cpu, fetch=False)

@@ -22,7 +22,7 @@ MIXERS = {
 }
 
 
-@pytest.mark.parametrize("multiprocessors", [1, 4])
+@pytest.mark.parametrize("multiprocessors", [1, 4, 8])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("name", MIXERS)
 def test_decode_steps_equal_the_plain_recurrence(

@@ -143,20 +143,26 @@ def check_states(states: Tensor, least: int, step: DeviceStep) -> None:
 
 
 @triton.jit
-def convolve_token(source, state, weight, bias, column, inside, begun, CHANNELS: tl.constexpr, SIZE: tl.constexpr,
-                   BIAS: tl.constexpr):  # fmt: skip
-    """Activated results of the channels ``column`` for the only token of a row, whose state stays as it is.
+def convolve_kept(state, weight, bias, column, inside, begun, CHANNELS: tl.constexpr, SIZE: tl.constexpr,
+                  BIAS: tl.constexpr):  # fmt: skip
+    """The share of kept inputs in the channels ``column``, the weight of a token's own, and the bias.
 
-    ``begun``: the state holds inputs of the sequence.
+    It reads nothing that the step has computed. ``begun``: the state holds inputs of the sequence.
     """
     y = tl.zeros_like(column).to(tl.float32)
+    offset = y
     for k in tl.static_range(SIZE - 1):
         value = tl.load(state + k * CHANNELS + column, mask=inside & begun, other=0.0)
         y += value * tl.load(weight + k * CHANNELS + column, mask=inside, other=0.0)
-    value = tl.load(source + column, mask=inside, other=0.0).to(tl.float32)
-    y += value * tl.load(weight + (SIZE - 1) * CHANNELS + column, mask=inside, other=0.0)
     if BIAS:
-        y += tl.load(bias + column, mask=inside, other=0.0)
+        offset = tl.load(bias + column, mask=inside, other=0.0)
+    return y, tl.load(weight + (SIZE - 1) * CHANNELS + column, mask=inside, other=0.0), offset
+
+
+@triton.jit
+def convolve_token(source, kept, column, inside):
+    """Activated results of the channels ``column`` for the only token of a row, from what ``convolve_kept`` gave."""
+    y = kept[0] + tl.load(source + column, mask=inside, other=0.0).to(tl.float32) * kept[1] + kept[2]
     return y * tl.sigmoid(y)
 
 

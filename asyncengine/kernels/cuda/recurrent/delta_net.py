@@ -16,7 +16,7 @@ from asyncengine.kernels.cuda.gpu import Gpu
 from asyncengine.kernels.cuda.launch.compiling import kernel
 from asyncengine.kernels.cuda.launch.programmatic import launch_options, wait
 from asyncengine.kernels.cuda.recurrent.chunks import LOOPED, computes_chunks, delta_chunks
-from asyncengine.kernels.cuda.recurrent.conv import begin_mixer, convolve_token
+from asyncengine.kernels.cuda.recurrent.conv import begin_mixer, convolve_kept, convolve_token
 from asyncengine.kernels.cuda.recurrent.delta_step import delta_step, takes_step
 from asyncengine.kernels.cuda.recurrent.gate import gate_rows, softplus
 from asyncengine.kernels.cuda.recurrent.tiles import head_tile
@@ -129,36 +129,38 @@ def _delta_kernel(
 
     With CONV, the size of the convolution, a row has one token, which is convolved here.
     """
-    wait(PDL)
     row, head = tl.program_id(0), tl.program_id(1)
     length = tl.load(row_query_len + row)
-    if (length > 0) & ((LONGEST == 0) | (length <= LONGEST)):
-        key = tl.arange(0, KEY_TILE)
-        value = tl.program_id(2) * VALUE_TILE + tl.arange(0, VALUE_TILE)
-        in_keys, in_values = key < KEYS, value < VALUES
-        inside = in_keys[:, None] & in_values[None, :]
-        CHANNELS: tl.constexpr = 2 * KEY_HEADS * KEYS + HEADS * VALUES
-        RATES: tl.constexpr = CHANNELS + HEADS * VALUES
-        keys = head // (HEADS // KEY_HEADS) * KEYS + key
-        values = head * VALUES + value
-        begun = tl.load(row_context_len + row) > 0
-        slot = tl.load(row_slot + row).to(tl.int64)
-        place = states + slot * state_stride
-        place += head * KEYS * VALUES + key[:, None] * VALUES + value[None, :]
-        state = tl.load(place, mask=inside & begun, other=0.0).to(tl.float32)
-        token = tl.load(row_query_start + row).to(tl.int64)
-        fades, bias = tl.load(decay + head), tl.load(dt_bias + head)
+    used = (length > 0) & ((LONGEST == 0) | (length <= LONGEST))
+    key = tl.arange(0, KEY_TILE)
+    value = tl.program_id(2) * VALUE_TILE + tl.arange(0, VALUE_TILE)
+    in_keys, in_values = key < KEYS, value < VALUES
+    inside = in_keys[:, None] & in_values[None, :]
+    CHANNELS: tl.constexpr = 2 * KEY_HEADS * KEYS + HEADS * VALUES
+    RATES: tl.constexpr = CHANNELS + HEADS * VALUES
+    keys = head // (HEADS // KEY_HEADS) * KEYS + key
+    values = head * VALUES + value
+    begun = used & (tl.load(row_context_len + row) > 0)
+    slot = tl.load(row_slot + row).to(tl.int64)
+    place = states + slot * state_stride
+    place += head * KEYS * VALUES + key[:, None] * VALUES + value[None, :]
+    state = tl.load(place, mask=inside & begun, other=0.0).to(tl.float32)  # it was written a step ago
+    token = tl.load(row_query_start + row).to(tl.int64)
+    fades, bias = tl.load(decay + head), tl.load(dt_bias + head)
+    if CONV > 0:
+        before = conv_states + slot * conv_stride
+        of_q, of_k, of_v = keys, keys + KEY_HEADS * KEYS, values + 2 * KEY_HEADS * KEYS
+        kept_q = convolve_kept(before, weight, conv_bias, of_q, in_keys, begun, CHANNELS, CONV, BIAS)
+        kept_k = convolve_kept(before, weight, conv_bias, of_k, in_keys, begun, CHANNELS, CONV, BIAS)
+        kept_v = convolve_kept(before, weight, conv_bias, of_v, in_values, begun, CHANNELS, CONV, BIAS)
+    wait(PDL)
+    if used:
         for _ in range(length):
             if CONV > 0:
-                source, before = x + token * x_stride, conv_states + slot * conv_stride
-                q = convolve_token(source, before, weight, conv_bias, keys, in_keys, begun, CHANNELS, CONV, BIAS)
-                k = convolve_token(
-                    source, before, weight, conv_bias, keys + KEY_HEADS * KEYS, in_keys, begun, CHANNELS, CONV, BIAS
-                )
-                v = convolve_token(
-                    source, before, weight, conv_bias, values + 2 * KEY_HEADS * KEYS, in_values, begun, CHANNELS, CONV,
-                    BIAS,
-                )  # fmt: skip
+                source = x + token * x_stride
+                q = convolve_token(source, kept_q, of_q, in_keys)
+                k = convolve_token(source, kept_k, of_k, in_keys)
+                v = convolve_token(source, kept_v, of_v, in_values)
             else:
                 inputs = mixed + token * CHANNELS
                 q = tl.load(inputs + keys, mask=in_keys, other=0.0)

@@ -58,6 +58,7 @@ def delta_step(x: Tensor, mixer: DeltaNet, mixed: Mixed, step: DeviceStep, gpu: 
     kept, floats, vector = mixed.kept, mixed.floats, 16 // mixer.state_dtype.itemsize
     out, units = empty_rows(len(x), mixer.inner, x.dtype, x.device), len(x) * mixer.key_heads
     share, programs = heads // mixer.key_heads, min(units, _PROGRAMS * gpu.multiprocessors)
+    lone = units <= gpu.multiprocessors  # a multiprocessor has one unit, and room for two states
     _delta_step_kernel[(programs,)](
         x,
         kept,
@@ -84,9 +85,10 @@ def delta_step(x: Tensor, mixer: DeltaNet, mixed: Mixed, step: DeviceStep, gpu: 
         SIZE=len(conv.weight),
         BIAS=conv.bias is not None,
         VECTOR=vector,
+        BUFFERS=2 if lone and share % 2 == 0 else 1,
         WARPS=_WARPS,
         num_warps=_WARPS,
-        **({"maxnreg": _REGISTERS} if units > gpu.multiprocessors else {}),
+        **({} if lone else {"maxnreg": _REGISTERS}),
         **launch_options(pdl),
     )
     return out
@@ -170,10 +172,11 @@ def _delta_step_kernel(
     SIZE: gl.constexpr,
     BIAS: gl.constexpr,
     VECTOR: gl.constexpr,
+    BUFFERS: gl.constexpr,
     WARPS: gl.constexpr,
     PDL: gl.constexpr,
 ):
-    """VECTOR: numbers of a state that a thread copies at once."""
+    """VECTOR: numbers of a state that a thread copies at once. BUFFERS: states on the way, which divide SHARE."""
     HEADS: gl.constexpr = KEY_HEADS * SHARE
     INNER: gl.constexpr = HEADS * VALUES
     CHANNELS: gl.constexpr = 2 * KEY_HEADS * KEYS + INNER
@@ -186,8 +189,8 @@ def _delta_step_kernel(
     ROWS: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [2, WARPS // 2], [1, 0])
     OF_HEADS: gl.constexpr = gl.SliceLayout(1, gl.BlockedLayout([SHARE_TILE, 1], [1, 32], [1, WARPS], [1, 0]))
     TILE: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
-    buffer = gl.allocate_shared_memory(
-        states.dtype.element_ty, [KEYS, VALUES], gl.SwizzledSharedLayout(VECTOR, 1, 1, [1, 0])
+    buffers = gl.allocate_shared_memory(
+        states.dtype.element_ty, [BUFFERS, KEYS, VALUES], gl.SwizzledSharedLayout(VECTOR, 1, 1, [1, 0])
     )
     keys_shared = gl.allocate_shared_memory(gl.float32, [2, KEYS], TILE)
     values_shared = gl.allocate_shared_memory(gl.float32, [SHARE_TILE, VALUES], TILE)
@@ -202,7 +205,9 @@ def _delta_step_kernel(
     value = gl.arange(0, VALUES, gl.SliceLayout(0, ROWS))[None, :]
     of_heads = gl.arange(0, SHARE_TILE, OF_HEADS)
     next_slot = gl.load(token_slot + first // KEY_HEADS)
-    _fetch(states, next_slot, first % KEY_HEADS * SHARE, True, place, buffer, state_stride, NUMBERS)
+    for h in gl.static_range(BUFFERS):
+        begin = first % KEY_HEADS * SHARE + h
+        _fetch(states, next_slot, begin, True, place, buffers.index(h), state_stride, NUMBERS)
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
@@ -238,12 +243,13 @@ def _delta_step_kernel(
         _keep(keys, before, of_keys, in_keys, CHANNELS, SIZE)
         _keep(values, before, of_values, in_own, CHANNELS, SIZE)
         for h in gl.static_range(SHARE):
-            async_copy.wait_group(0)
+            async_copy.wait_group(BUFFERS - 1)
+            buffer = buffers.index(h % BUFFERS)
             state = gl.where(begun, buffer.load(STATE).to(gl.float32), 0.0)
-            if h + 1 < SHARE:
-                _fetch(states, slot, group * SHARE + h + 1, True, place, buffer, state_stride, NUMBERS)
+            if h + BUFFERS < SHARE:
+                _fetch(states, slot, group * SHARE + h + BUFFERS, True, place, buffer, state_stride, NUMBERS)
             else:
-                next_head, wanted = next_unit % KEY_HEADS * SHARE, next_unit < units
+                next_head, wanted = next_unit % KEY_HEADS * SHARE + h + BUFFERS - SHARE, next_unit < units
                 _fetch(states, next_slot, next_head, wanted, place, buffer, state_stride, NUMBERS)
             kept = gl.sum(gl.where(of_heads == h, fades, 0.0), 0) * state
             k = _row(keys_shared, 1).load(gl.SliceLayout(1, STATE))

@@ -16,7 +16,7 @@ from asyncengine.kernels.cuda.gpu import Gpu
 from asyncengine.kernels.cuda.launch.compiling import kernel
 from asyncengine.kernels.cuda.launch.programmatic import launch_options, wait
 from asyncengine.kernels.cuda.recurrent.chunks import LOOPED, computes_chunks, mamba_chunks
-from asyncengine.kernels.cuda.recurrent.conv import begin_mixer, convolve_token
+from asyncengine.kernels.cuda.recurrent.conv import begin_mixer, convolve_kept, convolve_token
 from asyncengine.kernels.cuda.recurrent.gate import gate_rows, softplus
 from asyncengine.kernels.cuda.recurrent.tiles import head_tile
 from asyncengine.kernels.cuda.rows.tensors import check
@@ -126,39 +126,42 @@ def _mamba_kernel(
 
     With CONV, the size of the convolution, a row has one token, which is convolved here.
     """
-    wait(PDL)
     row, head = tl.program_id(0), tl.program_id(1)
     length = tl.load(row_query_len + row)
-    if (length > 0) & ((LONGEST == 0) | (length <= LONGEST)):
-        n = tl.arange(0, SIZE_TILE)
-        p = tl.program_id(2) * DIM_TILE + tl.arange(0, DIM_TILE)
-        in_size, in_dim = n < SIZE, p < DIM
-        inside = in_size[:, None] & in_dim[None, :]
-        INNER: tl.constexpr = HEADS * DIM
-        CHANNELS: tl.constexpr = INNER + 2 * GROUPS * SIZE
-        first = INNER + head // (HEADS // GROUPS) * SIZE + n
-        begun = tl.load(row_context_len + row) > 0
-        slot = tl.load(row_slot + row).to(tl.int64)
-        place = states + slot * state_stride
-        place += head * SIZE * DIM + n[:, None] * DIM + p[None, :]
-        state = tl.load(place, mask=inside & begun, other=0.0).to(tl.float32)
-        token = tl.load(row_query_start + row).to(tl.int64)
-        fades, bias, own = tl.load(decay + head), tl.load(dt_bias + head), tl.load(skip + head)
+    used = (length > 0) & ((LONGEST == 0) | (length <= LONGEST))
+    n = tl.arange(0, SIZE_TILE)
+    p = tl.program_id(2) * DIM_TILE + tl.arange(0, DIM_TILE)
+    in_size, in_dim = n < SIZE, p < DIM
+    inside = in_size[:, None] & in_dim[None, :]
+    INNER: tl.constexpr = HEADS * DIM
+    CHANNELS: tl.constexpr = INNER + 2 * GROUPS * SIZE
+    of_value, of_b = head * DIM + p, INNER + head // (HEADS // GROUPS) * SIZE + n
+    of_c = of_b + GROUPS * SIZE
+    begun = used & (tl.load(row_context_len + row) > 0)
+    slot = tl.load(row_slot + row).to(tl.int64)
+    place = states + slot * state_stride
+    place += head * SIZE * DIM + n[:, None] * DIM + p[None, :]
+    state = tl.load(place, mask=inside & begun, other=0.0).to(tl.float32)  # it was written a step ago
+    token = tl.load(row_query_start + row).to(tl.int64)
+    fades, bias, own = tl.load(decay + head), tl.load(dt_bias + head), tl.load(skip + head)
+    if CONV > 0:
+        before = conv_states + slot * conv_stride
+        kept_value = convolve_kept(before, weight, conv_bias, of_value, in_dim, begun, CHANNELS, CONV, BIAS)
+        kept_b = convolve_kept(before, weight, conv_bias, of_b, in_size, begun, CHANNELS, CONV, BIAS)
+        kept_c = convolve_kept(before, weight, conv_bias, of_c, in_size, begun, CHANNELS, CONV, BIAS)
+    wait(PDL)
+    if used:
         for _ in range(length):
             if CONV > 0:
-                source, before = x + token * x_stride + INNER, conv_states + slot * conv_stride
-                value = convolve_token(
-                    source, before, weight, conv_bias, head * DIM + p, in_dim, begun, CHANNELS, CONV, BIAS
-                )
-                b = convolve_token(source, before, weight, conv_bias, first, in_size, begun, CHANNELS, CONV, BIAS)
-                c = convolve_token(
-                    source, before, weight, conv_bias, first + GROUPS * SIZE, in_size, begun, CHANNELS, CONV, BIAS
-                )
+                source = x + token * x_stride + INNER
+                value = convolve_token(source, kept_value, of_value, in_dim)
+                b = convolve_token(source, kept_b, of_b, in_size)
+                c = convolve_token(source, kept_c, of_c, in_size)
             else:
                 inputs = mixed + token * CHANNELS
-                value = tl.load(inputs + head * DIM + p, mask=in_dim, other=0.0)
-                b = tl.load(inputs + first, mask=in_size, other=0.0)
-                c = tl.load(inputs + GROUPS * SIZE + first, mask=in_size, other=0.0)
+                value = tl.load(inputs + of_value, mask=in_dim, other=0.0)
+                b = tl.load(inputs + of_b, mask=in_size, other=0.0)
+                c = tl.load(inputs + of_c, mask=in_size, other=0.0)
             time = softplus(tl.load(x + token * x_stride + INNER + CHANNELS + head).to(tl.float32) + bias)
             time = tl.minimum(tl.maximum(time, shortest), longest)
             new = tl.exp(time * fades) * state + b[:, None] * (time * value)[None, :]
