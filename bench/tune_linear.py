@@ -22,6 +22,7 @@ from gpu_common import BANDWIDTH, SHAPES, projection_biases, projections, read_m
 
 from asyncengine.kernels.cuda.linear.candidates import candidates
 from asyncengine.kernels.cuda.linear.choose import fallback
+from asyncengine.kernels.cuda.linear.formats.grouped import DIRECT_TILES
 from asyncengine.kernels.cuda.linear.formats.registry import weight_bytes
 from asyncengine.kernels.cuda.linear.plan import NormKind, Plan, Site, WeightKind, fused_activation
 from asyncengine.kernels.cuda.linear.tables import PlanTable, cache_path
@@ -75,7 +76,7 @@ def main() -> None:
     parser.add_argument("--kinds", nargs="+", help="only plans of these kinds, beside cuBLAS and the one that is known")
     parser.add_argument("--likely", type=int, metavar="COUNT", help="of each site only so many plans, the likely ones")
     parser.add_argument("--sites", nargs="+", default=["qkv", "o", "up", "down", "head", "greedy-head"])
-    parser.add_argument("--quantization", choices=("none", "fp8", "int8", "int4"), default="none")
+    parser.add_argument("--quantization", choices=("none", "fp8", *DIRECT_TILES), default="none")
     parser.add_argument("--no-pdl", action="store_true")
     parser.add_argument("--out", help="table (default: the one in the user's cache directory, which engines read)")
     parser.add_argument("--json", help="all timings")
