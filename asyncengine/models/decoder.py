@@ -51,19 +51,27 @@ class FeedForward(Protocol):
 
 
 class AttentionBlock(NamedTuple):
-    """residual += output · attention(qkv · norm(residual)); with an output norm, the norm of that product."""
+    """residual += output · attention(qkv · norm(residual)); with an output norm, the norm of that product.
+
+    With a gate, attention's result is multiplied by its sigmoid before the last product.
+    """
 
     norm: Norm | None
     qkv: Handle
     layer: AttentionLayer
     output: Handle
     output_norm: Norm | None = None
+    gate_size: int = 0
+    """Numbers of a token's gate, which ``qkv`` makes behind queries, keys and values."""
 
     def attend(self, ops: ModelOps, residual: Residual, cache: LayerKVCache, batch: Batch, is_last: bool) -> Tensor:
         """Everything before the product with ``output``, whose input is returned."""
-        heads = ops.norm_linear(residual, self.norm, self.qkv, batch)
+        made = ops.norm_linear(residual, self.norm, self.qkv, batch)
+        heads, gate = made.tensor_split((made.shape[1] - self.gate_size,), dim=1)
         x = ops.attention(heads, self.layer, cache, batch)
         ops.exchange(heads, x, residual, self.layer, cache, batch)
+        if self.gate_size:
+            x = ops.gated(x, gate, batch)
         return ops.keep_sampled(x, residual, batch) if is_last else x
 
     def forward(self, ops: ModelOps, residual: Residual, cache: LayerKVCache, batch: Batch, is_last: bool) -> None:
@@ -120,19 +128,6 @@ class DeltaNetBlock(NamedTuple):
     def forward(self, ops: ModelOps, residual: Residual, cache: LayerStates, batch: Batch, is_last: bool) -> None:
         x = ops.delta_net(ops.norm_linear(residual, self.norm, self.inputs, batch), self.mixer, cache, batch)
         _add_mixed(ops, x, self.output, residual, batch, is_last)
-
-
-class GatedAttentionBlock(NamedTuple):
-    """An attention block whose result is multiplied by sigmoid(gate · norm(residual)) before its last product."""
-
-    attention: AttentionBlock
-    gate: Handle
-
-    def forward(self, ops: ModelOps, residual: Residual, cache: LayerKVCache, batch: Batch, is_last: bool) -> None:
-        gate = ops.norm_linear(residual, self.attention.norm, self.gate, batch)
-        x = self.attention.attend(ops, residual, cache, batch, is_last=False)
-        x = ops.gated(x, gate, batch)
-        _add_mixed(ops, x, self.attention.output, residual, batch, is_last)
 
 
 class LatentAttentionBlock(NamedTuple):

@@ -146,17 +146,20 @@ class LayerWeights:
 
         With ``fused`` the checkpoint has one of that name, which holds them one below another; ``stored_as`` has the
         names under which it has others. The rows of all but values ("v") take an ``order`` within each head.
-        With ``gated`` each head of queries ("q") has so many rows, and as many of a gate behind, which are left out.
+        With ``gated`` each head of queries ("q") has so many rows, and as many of a gate behind. The gates of all heads
+        come last.
         """
         total, first = sum(sizes.values()), 0
         matrices, biases = [], []
-        for name, size in sizes.items():
-            module = self.module(f"{block}.{fused or stored_as.get(name, name)}_proj")
+        for name, size in (*sizes.items(), *([("gate", sizes["q"])] if gated else [])):
+            stored_name = "q" if gated and name == "gate" else stored_as.get(name, name)
+            module = self.module(f"{block}.{fused or stored_name}_proj")
             rows = (first, first + size) if fused else None
             how: Any = {"cut": cut, "rows": rows, "order": None if name == "v" else order}
             stored = total if fused else size
-            if gated and name == "q":
-                how |= {"order": torch.arange(gated) if order is None else order, "head_rows": 2 * gated}
+            if gated and name in ("q", "gate"):
+                own = torch.arange(gated, 2 * gated) if name == "gate" else order
+                how |= {"order": torch.arange(gated) if own is None else own, "head_rows": 2 * gated}
                 stored = 2 * size
             matrices.append(self.weights.weight(module, stored, in_size, **how))
             biases.append(self.weights.bias(module, stored, **how) if bias else None)
@@ -208,7 +211,8 @@ def attention_block(layer: LayerWeights, cos_sin: Tensor | None, query_scales: T
     )  # fmt: skip
     output = layer.linear("self_attn", {"o": hidden}, q_size, "columns", bias=config.output_bias)
     before, behind = map(layer.block_norm, (names.before_attention, names.behind_attention))
-    return AttentionBlock(before, qkv, attention, output, behind)
+    gate_size = layer.weights.own(q_size) if config.gated_queries else 0
+    return AttentionBlock(before, qkv, attention, output, behind, gate_size)
 
 
 def mlp_block(layer: LayerWeights, norm: Norm | None = None) -> MLPBlock:

@@ -14,7 +14,7 @@ from torch import Tensor
 from asyncengine.kernels.ops import CacheSpec
 from asyncengine.kernels.states import DeltaNet, ShortConv
 from asyncengine.models.config import ModelConfig, RawConfig, read_period
-from asyncengine.models.decoder import DecoderLayer, DeltaNetBlock, FeedForward, GatedAttentionBlock, Layer
+from asyncengine.models.decoder import DecoderLayer, DeltaNetBlock, FeedForward, Layer
 from asyncengine.models.llama import LayerWeights, attention_block, mlp_block, read_decoder_config
 from asyncengine.models.mixer_shapes import Delta
 from asyncengine.models.mixture import MixtureForCausalLM, mixture_block, read_sparse_layers, with_mixture
@@ -128,24 +128,13 @@ def _delta_block(layer: LayerWeights, delta: Delta) -> DeltaNetBlock:
     return DeltaNetBlock(layer.block_norm(config.layer_norms.before_attention), made, mixer, output)
 
 
-def _gated_attention(layer: LayerWeights, cos_sin: Tensor | None) -> GatedAttentionBlock:
-    """Each head of q_proj has the rows of its queries, then those of its gate."""
-    config, dim = layer.config, layer.config.head_dim
-    rows = 2 * config.num_heads * dim
-    name = layer.module("self_attn.q_proj")
-    how: Any = {"order": torch.arange(dim, 2 * dim), "head_rows": 2 * dim}
-    weight = layer.weights.weight(name, rows, config.hidden_size, cut="rows", **how)
-    bias = layer.weights.bias(name, rows, cut="rows", **how) if config.qkv_bias else None
-    return GatedAttentionBlock(attention_block(layer, cos_sin), layer.ops.make_linear([weight], [bias]))
-
-
 class Qwen3NextForCausalLM(MixtureForCausalLM):
     def layer(self, layer: LayerWeights, cos_sin: Any, query_scales: Any) -> Layer:
         config = layer.config
         assert config.delta is not None
         if config.kv_spec(layer.index) is None:
             return DecoderLayer(_delta_block(layer, config.delta), self.feed_forward(layer))
-        return DecoderLayer(_gated_attention(layer, cos_sin), self.feed_forward(layer))
+        return DecoderLayer(attention_block(layer, cos_sin), self.feed_forward(layer))
 
     def feed_forward(self, layer: LayerWeights) -> FeedForward:
         mixture = layer.config.mixture

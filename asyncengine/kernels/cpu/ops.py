@@ -419,7 +419,7 @@ class CpuOps(MixerOps[CpuLinearHandle | UnpackedHandle]):
         return out
 
     def attention(self, heads: Tensor, layer: AttentionLayer, cache: LayerKVCache, batch: StepBatch) -> Tensor:
-        """``store_heads`` and ``paged_attention`` of contiguous heads. The next call writes the same memory."""
+        """``store_heads`` and ``paged_attention`` of heads. The next call writes the same memory."""
         if self._by_sdpa or layer.shares:
             return super().attention(heads, layer, cache, batch)
         seen = self._cache(cache, heads.dtype)
@@ -430,6 +430,7 @@ class CpuOps(MixerOps[CpuLinearHandle | UnpackedHandle]):
         if heads is last.tensor and last.width == seen.heads_width and last.dtype is seen.dtype:
             address, rows = last.address, last.rows
         else:
+            heads = heads.contiguous()  # a gate may lie behind each row
             check(heads, seen.dtype, (batch.num_tokens, seen.heads_width), "heads")
             address, rows = heads.data_ptr(), heads.shape[0]
         self.prepare_heads(heads, seen.head_dim, layer, batch)
