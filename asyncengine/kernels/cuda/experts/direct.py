@@ -33,7 +33,6 @@ from asyncengine.kernels.cuda.linear.grouped import TILE, CodedRows
 from asyncengine.kernels.cuda.linear.handle import CudaLinear
 from asyncengine.kernels.cuda.linear.operands import (
     along,
-    by_unit,
     halves,
     left_operand,
     multiply_codes,
@@ -50,20 +49,13 @@ _FP4_WORD = gl.constexpr(
 
 
 @gluon.jit
-def _tiles_of_step(WK: gl.constexpr, UNITS: gl.constexpr, LAYOUT: gl.constexpr):
-    """Tiles of K of the first step: [WK, UNITS, 1, 1, 1]."""
-    tile = gl.arange(0, WK, along(LAYOUT, 0, 5))[:, None, None, None, None]
-    return tile + gl.arange(0, UNITS, along(LAYOUT, 1, 5))[None, :, None, None, None] * WK
-
-
-@gluon.jit
 def _blocks_of_rows(first, expert, eights, RB: gl.constexpr, GATED: gl.constexpr, LAYOUT: gl.constexpr):
-    """Blocks of 8 rows of the weight [1, 1, RB, 2, 1] of a program whose first 16 rows are ``first``.
+    """Blocks of 8 rows of the weight [1, RB, 2, 1] of a program whose first 16 rows are ``first``.
 
     With a gate each 16 rows are 8 of the gate and the 8 of up for the same columns.
     """
-    of_16 = first + gl.arange(0, RB, along(LAYOUT, 2, 5))[None, None, :, None, None]
-    of_8 = gl.arange(0, 2, along(LAYOUT, 3, 5))[None, None, None, :, None]
+    of_16 = first + gl.arange(0, RB, along(LAYOUT, 1, 4))[None, :, None, None]
+    of_8 = gl.arange(0, 2, along(LAYOUT, 2, 4))[None, None, :, None]
     if GATED:
         block = gl.minimum(of_16, eights - 1) + of_8 * eights + expert * (2 * eights)
     else:
@@ -72,26 +64,38 @@ def _blocks_of_rows(first, expert, eights, RB: gl.constexpr, GATED: gl.constexpr
 
 
 @gluon.jit
-def _load_group_scales(scales, warp, first, KT: gl.constexpr, GROUPS: gl.constexpr, G: gl.constexpr, WK: gl.constexpr,
-                       UNITS: gl.constexpr):  # fmt: skip
-    """Scales [WK, BN] of a step: of each unit, and if a group is half a tile of each half. ``scales`` points to those
-    of the rows; behind the last tile they are 0."""
-    loaded = ()
+def _load_weights(at_codes, tile, at_scales, warp, first, KT: gl.constexpr, GROUPS: gl.constexpr, G: gl.constexpr,
+                  FP4: gl.constexpr, WK: gl.constexpr, UNITS: gl.constexpr):  # fmt: skip
+    """Words [WK, RB, 2, 128] of each unit of the step that begins at tile ``first``, and its scales.
+
+    Of floats, scales are words [WK, RB, 2, 32] of a unit. Of numbers they are [WK, BN] of a unit, or if a group is half
+    a tile of each half of it. Behind the last tile they are 0. ``tile`` and ``warp`` are the first tiles of the warps.
+    """
+    words, scale = (), ()
     for unit in gl.static_range(UNITS):
-        tile = warp + first + unit * WK
-        for part in gl.static_range(1 if G >= 128 else 2):
-            group = gl.minimum(tile * 128 // G + part, GROUPS - 1)
-            loaded = loaded + (gl.load(scales + group[:, None], mask=(tile < KT)[:, None], other=0.0),)
-    return loaded
+        words = words + (gl.load(at_codes + gl.minimum(tile + first + unit * WK, KT - 1) * 128),)
+    for unit in gl.static_range(UNITS):
+        own = warp + first + unit * WK
+        if FP4:
+            scale = scale + (gl.load(at_scales + own, mask=own < KT, other=0),)
+        else:
+            for part in gl.static_range(1 if G >= 128 else 2):
+                group = gl.minimum(own * 128 // G + part, GROUPS - 1)
+                scale = scale + (gl.load(at_scales + group[:, None], mask=(own < KT)[:, None], other=0.0),)
+    return words, scale
 
 
 @gluon.jit
-def _load_pairs(x, eight, within, tiles, K: gl.constexpr):
-    """Pairs of x so many tiles behind those with the places ``eight`` and, in these eights, ``within``.
+def _load_pairs(x, eight, within, first, K: gl.constexpr, WK: gl.constexpr, UNITS: gl.constexpr):
+    """Pairs of x [WK, BM, 64] of each unit of the step that begins at tile ``first``; in the first step they have the
+    places ``eight`` and, in these eights, ``within``.
 
     Behind the last column, where all codes stand for 0 or have scales of 0, the last eight come again.
     """
-    return gl.load(x + (gl.minimum(eight + tiles * 64, K // 2 - 8) + within))
+    pairs = ()
+    for unit in gl.static_range(UNITS):
+        pairs = pairs + (gl.load(x + (gl.minimum(eight + (first + unit * WK) * 64, K // 2 - 8) + within)),)
+    return pairs
 
 
 @gluon.jit
@@ -119,6 +123,23 @@ def _multiply_floats(words, pairs, low, high, acc):
         x = right_operands(pairs[i], gl.bfloat16, RIGHT)
         acc = mma_v2(left_operand(a, b, c, d, gl.bfloat16, LEFT), x[0], acc)
         acc = mma_v2(left_operand(e, f, g, h, gl.bfloat16, LEFT), x[1], acc)
+    return acc
+
+
+@gluon.jit
+def _multiply_step(words, pairs, scale, shift, acc, ones, UNITS: gl.constexpr, FP4: gl.constexpr, ONE: gl.constexpr):
+    """acc with the products of a step: what ``_load_weights`` and ``_load_pairs`` gave."""
+    PER_UNIT: gl.constexpr = 1 if ONE else 2
+    for unit in gl.static_range(UNITS):
+        own, x = words[unit], pairs[unit]
+        own = gl.reshape(own, [own.shape[0], own.shape[1], 2, 32, 2, 2])
+        x = gl.permute(gl.reshape(x, [x.shape[0], x.shape[1], 2, 4, 2, 2, 2]), (0, 1, 2, 3, 6, 4, 5))
+        if FP4:
+            low, high = _factors(scale[unit], shift), _factors(scale[unit], shift + 16)
+            acc = _multiply_floats(own, x, low, high, acc)
+        else:
+            of_unit = scale[unit * PER_UNIT : (unit + 1) * PER_UNIT]
+            acc = multiply_codes(own, x, of_unit, of_unit, acc, ones, ones.dtype, ONE, False)
     return acc
 
 
@@ -158,16 +179,19 @@ def direct_experts_kernel(
 
     A step is UNITS tiles of K for each of WK warps, whose rows WN warps divide. AHEAD: x of the next step is loaded in
     this one. HALF: x is float16, and not bfloat16.
+
+    A second product, which is WEIGHTED, reads its first weights while the first one runs: that one lets it start only
+    when the sorted pairs are there.
     """
     dtype: gl.constexpr = gl.float16 if HALF else gl.bfloat16
     WIDTH: gl.constexpr = BN // 2 if GATED else BN
     RB: gl.constexpr = BN // 16
     KT: gl.constexpr = (K + 127) // 128
     STRIDE: gl.constexpr = WK * UNITS
+    STEPS: gl.constexpr = (KT + STRIDE - 1) // STRIDE
     WARPS: gl.constexpr = WK * WN
     UNIT: gl.constexpr = 1.0 if FP4 else int4_unit(half=HALF)
     ONE: gl.constexpr = G >= 128
-    PER_UNIT: gl.constexpr = 1 if ONE else 2
     THREADS: gl.constexpr = WIDTH // 8
     STORED: gl.constexpr = gl.BlockedLayout([8, 1], [THREADS, 32 // THREADS], [1, WARPS], [0, 1])
     PARTS: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [WK, WN, 1], [1, 16, 8])
@@ -176,13 +200,14 @@ def direct_experts_kernel(
     )
     SUMS: gl.constexpr = gl.SliceLayout(0, TOGETHER)
     ROWS: gl.constexpr = gl.SliceLayout(2, PARTS)
-    # Words [WK, UNITS, RB, 2 blocks of 8 rows, 128], and pairs of x [WK, UNITS, BM, 64].
-    WORDS: gl.constexpr = gl.BlockedLayout([1, UNITS, 1, 2, 4], [1, 1, 1, 1, 32], [WK, 1, WN, 1, 1], [4, 3, 2, 1, 0])
-    LANES: gl.constexpr = gl.BlockedLayout([1, UNITS, 1, 2, 1], [1, 1, 1, 1, 32], [WK, 1, WN, 1, 1], [4, 3, 2, 1, 0])
-    PAIRS: gl.constexpr = pairs_layout(WK, WN, UNITS, BM)
+    # Words [WK, RB, 2 blocks of 8 rows, 128], and pairs of x [WK, BM, 64], of a unit.
+    WORDS: gl.constexpr = gl.BlockedLayout([1, 1, 2, 4], [1, 1, 1, 32], [WK, WN, 1, 1], [3, 2, 1, 0])
+    LANES: gl.constexpr = gl.BlockedLayout([1, 1, 2, 1], [1, 1, 1, 32], [WK, WN, 1, 1], [3, 2, 1, 0])
+    PAIRS: gl.constexpr = pairs_layout(WK, WN, BM)
     if PDL:
+        if not WEIGHTED:
+            gdc_wait()
         gdc_launch_dependents()
-        gdc_wait()
     number, program = gl.program_id(0), gl.program_id(1)
     expert = gl.load(tiles + number)
     first = gl.load(tiles + limit + number)
@@ -193,77 +218,83 @@ def direct_experts_kernel(
     all_rows = columns * 2 if GATED else columns
     eights = columns // 8
 
-    tile = _tiles_of_step(WK, UNITS, WORDS)
+    tile = gl.arange(0, WK, along(WORDS, 0, 4))[:, None, None, None]
     block = _blocks_of_rows(program * RB, expert, eights, RB, GATED, WORDS)
-    at_codes = (
-        codes + block.to(gl.int64) * (KT * 128) + gl.arange(0, 128, along(WORDS, 4, 5))[None, None, None, None, :]
-    )
-
-    tile_of_x = gl.arange(0, WK, along(PAIRS, 0, 4))[:, None, None, None]
-    tile_of_x = tile_of_x + gl.arange(0, UNITS, along(PAIRS, 1, 4))[None, :, None, None] * WK
-    pair = gl.arange(0, 64, along(PAIRS, 3, 4))[None, None, None, :]
-    eight, within = tile_of_x * 64 + pair // 8 * 8, pair % 8
-    from_pair = gl.load(order + first + gl.minimum(gl.arange(0, BM, along(PAIRS, 2, 4)), count - 1))
-    from_x = x + (from_pair // PAIRS_PER_ROW).to(gl.int64)[None, None, :, None] * x_stride
-
-    words = gl.load(at_codes + gl.minimum(tile, KT - 1) * 128)
-    if AHEAD:
-        pairs = _load_pairs(from_x, eight, within, 0, K)
-    warp = gl.arange(0, WK, gl.SliceLayout(1, ROWS))
+    at_codes = codes + block.to(gl.int64) * (KT * 128) + gl.arange(0, 128, along(WORDS, 3, 4))[None, None, None, :]
+    shift = 0
     if FP4:
-        lane = gl.arange(0, 32, along(LANES, 4, 5))[None, None, None, None, :]
-        own_tile = _tiles_of_step(WK, UNITS, LANES)
+        lane = gl.arange(0, 32, along(LANES, 3, 4))[None, None, None, :]
+        warp = gl.arange(0, WK, along(LANES, 0, 4))[:, None, None, None]
         own_row = _blocks_of_rows(program * RB, expert, eights, RB, GATED, LANES) * 8 + lane // 4
         at_scales = scales + own_row.to(gl.int64) * PITCH
         shift = lane % 4 // 2 * 8
-        scale = gl.load(at_scales + own_tile, mask=own_tile < KT, other=0)
     else:
+        warp = gl.arange(0, WK, gl.SliceLayout(1, ROWS))
         place = gl.arange(0, BN, gl.SliceLayout(0, ROWS))
         weight_row = gl.minimum(weight_row_at(place, column, columns, GATED), all_rows - 1) + expert * all_rows
         at_scales = scales + weight_row.to(gl.int64)[None, :] * PITCH
-        scale = _load_group_scales(at_scales, warp, 0, KT, K // G, G, WK, UNITS)
-        ones = gl.full([WK, BN, 16], UNIT, dtype, gl.DotOperandLayout(0, PARTS, 2))
+    ones = gl.full([WK, BN, 16], UNIT, dtype, gl.DotOperandLayout(0, PARTS, 2))
+    words, scale = _load_weights(at_codes, tile, at_scales, warp, 0, KT, K // G, G, FP4, WK, UNITS)
+
+    place_in_x = gl.arange(0, 64, along(PAIRS, 2, 3))[None, None, :]
+    eight = gl.arange(0, WK, along(PAIRS, 0, 3))[:, None, None] * 64 + place_in_x // 8 * 8
+    within = place_in_x % 8
+    from_pair = gl.load(order + first + gl.minimum(gl.arange(0, BM, along(PAIRS, 1, 3)), count - 1))
+    from_x = x + (from_pair // PAIRS_PER_ROW).to(gl.int64)[None, :, None] * x_stride
+    n = column + gl.arange(0, WIDTH, gl.SliceLayout(1, STORED))
+    m = gl.arange(0, BM, gl.SliceLayout(0, STORED))
+    of = weight_row_at(gl.arange(0, BN, gl.BlockedLayout([1], [32], [WARPS], [0])), column, columns, GATED)
+    of = gl.minimum(of, all_rows - 1) + expert * all_rows
+    pair = gl.load(order + first + gl.minimum(m, count - 1))
+    if BIAS:
+        offset = gl.load(bias + of)
+    if PDL and WEIGHTED:
+        gdc_wait()
+    if WEIGHTED:
+        factor = gl.load(factors + pair)
+    if AHEAD:
+        pairs = _load_pairs(from_x, eight, within, 0, K, WK, UNITS)
 
     acc = gl.zeros([WK, BN, BM], gl.float32, PARTS)
-    # Two steps in a turn of the loop: what is loaded ahead changes places without being moved.
-    for begin in range(0, KT, 2 * STRIDE):
+    # Two steps in a turn of the loop: what is loaded ahead changes places without being moved. Up to three steps need
+    # no loop, and load nothing for steps that there are not.
+    LOOPED: gl.constexpr = 0 if STEPS <= 3 else STEPS + STEPS % 2
+    for begin in range(0, LOOPED * STRIDE, 2 * STRIDE):
         for step in gl.static_range(2):
             done = begin + (step + 1) * STRIDE
-            next_words = gl.load(at_codes + gl.minimum(tile + done, KT - 1) * 128)
-            if FP4:
-                next_scale = gl.load(at_scales + done + own_tile, mask=own_tile + done < KT, other=0)
-            else:
-                next_scale = _load_group_scales(at_scales, warp, done, KT, K // G, G, WK, UNITS)
+            next_words, next_scale = _load_weights(
+                at_codes, tile, at_scales, warp, done, KT, K // G, G, FP4, WK, UNITS
+            )  # fmt: skip
             if AHEAD:
-                next_pairs = _load_pairs(from_x, eight, within, done, K)
-            else:
-                pairs = _load_pairs(from_x, eight, within, done - STRIDE, K)
-            own_words = gl.permute(gl.reshape(words, [WK, UNITS, RB, 2, 32, 2, 2]), (0, 2, 3, 4, 5, 6, 1))
-            own_pairs = gl.permute(gl.reshape(pairs, [WK, UNITS, BM, 2, 4, 2, 2, 2]), (0, 2, 3, 4, 7, 5, 6, 1))
-            own_words, own_pairs = by_unit(own_words, UNITS), by_unit(own_pairs, UNITS)
-            if FP4:
-                low = by_unit(gl.permute(_factors(scale, shift), (0, 2, 3, 4, 1)), UNITS)
-                high = by_unit(gl.permute(_factors(scale, shift + 16), (0, 2, 3, 4, 1)), UNITS)
-            for unit in gl.static_range(UNITS):
-                if FP4:
-                    acc = _multiply_floats(own_words[unit], own_pairs[unit], low[unit], high[unit], acc)
-                else:
-                    own = scale[unit * PER_UNIT : (unit + 1) * PER_UNIT]
-                    acc = multiply_codes(own_words[unit], own_pairs[unit], own, own, acc, ones, dtype, ONE, False)
+                next_pairs = _load_pairs(from_x, eight, within, done, K, WK, UNITS)
+            if not AHEAD:
+                pairs = _load_pairs(from_x, eight, within, done - STRIDE, K, WK, UNITS)
+            acc = _multiply_step(words, pairs, scale, shift, acc, ones, UNITS, FP4, ONE)
+            words, scale = next_words, next_scale
+            if AHEAD:
+                pairs = next_pairs
+    for step in gl.static_range(LOOPED, STEPS):
+        done = (step + 1) * STRIDE
+        if step + 1 < STEPS:
+            next_words, next_scale = _load_weights(
+                at_codes, tile, at_scales, warp, done, KT, K // G, G, FP4, WK, UNITS
+            )  # fmt: skip
+            if AHEAD:
+                next_pairs = _load_pairs(from_x, eight, within, done, K, WK, UNITS)
+        if not AHEAD:
+            pairs = _load_pairs(from_x, eight, within, done - STRIDE, K, WK, UNITS)
+        acc = _multiply_step(words, pairs, scale, shift, acc, ones, UNITS, FP4, ONE)
+        if step + 1 < STEPS:
             words, scale = next_words, next_scale
             if AHEAD:
                 pairs = next_pairs
 
     acc = gl.sum(gl.convert_layout(acc, TOGETHER), 0) * (1 / UNIT)
     if BIAS:
-        of = gl.minimum(weight_row_at(gl.arange(0, BN, gl.SliceLayout(1, SUMS)), column, columns, GATED), all_rows - 1)
-        acc += gl.load(bias + expert * all_rows + of).to(gl.float32)[:, None]
+        acc += gl.convert_layout(offset, gl.SliceLayout(1, SUMS)).to(gl.float32)[:, None]
     y = gl.convert_layout(activate_sums(acc, FUSED), STORED)
-    n = column + gl.arange(0, WIDTH, gl.SliceLayout(1, STORED))
-    m = gl.arange(0, BM, gl.SliceLayout(0, STORED))
-    pair = gl.load(order + first + gl.minimum(m, count - 1))
     if WEIGHTED:
-        y *= gl.load(factors + pair).to(gl.float32)[None, :]
+        y *= factor.to(gl.float32)[None, :]
     at = out + pair.to(gl.int64)[None, :] * columns + n[:, None]
     gl.store(at, y.to(out.dtype.element_ty), mask=(m < count)[None, :] & (n < columns)[:, None])
 
@@ -288,7 +319,10 @@ def multiply_few(
     factors: Tensor | None = None,
     pdl: bool = False,
 ) -> None:
-    """``grouped.multiply_tiles`` of weights that are in codes. Raises ValueError for what ``takes`` refuses."""
+    """``grouped.multiply_tiles`` of weights that are in codes. With factors it is the product behind one without.
+
+    Raises ValueError for what ``takes`` refuses.
+    """
     weight, bias = handle.weight, handle.bias
     (_, columns), inner, gated = out.shape, x.shape[1], activation in GATED_KINDS
     if not isinstance(weight, CodedRows) or not takes(weight, x.dtype) or inner != weight.columns or x.stride(0) % 2:
@@ -302,7 +336,8 @@ def multiply_few(
         x.view(torch.int32), words, scales, words if bias is None else bias, words if factors is None else factors,
         pairs.order, pairs.tiles, out, pairs.limit, columns, x.stride(0) // 2,
         K=inner, G=weight.group, PITCH=pitch, FP4=weight.fp4, PAIRS_PER_ROW=pairs_per_row, BM=tiles.rows,
-        BN=tiles.columns, UNITS=tiles.units, AHEAD=tiles.ahead, HALF=x.dtype == torch.float16, FUSED=activation,
-        GATED=gated, BIAS=bias is not None, WEIGHTED=factors is not None, WK=tiles.along_inner, WN=tiles.along_columns,
+        BN=tiles.columns, UNITS=tiles.units, AHEAD=tiles.ahead,
+        HALF=x.dtype == torch.float16, FUSED=activation, GATED=gated, BIAS=bias is not None,
+        WEIGHTED=factors is not None, WK=tiles.along_inner, WN=tiles.along_columns,
         num_warps=tiles.along_inner * tiles.along_columns, **launch_options(pdl),
     )  # fmt: skip

@@ -30,18 +30,16 @@ _MOST_TOGETHER = 20_000
 
 
 @triton.jit
-def _load_steps(weight, x, first, k, K: tl.constexpr, COUNT: tl.constexpr, BK: tl.constexpr):
-    """Steps of the weights at ``weight`` [BN, 1], from ``first`` on: [BN, BK] each, and of the row at ``x``: [BK]."""
-    w, xs = (), ()
+def _load_steps(source, first, k, K: tl.constexpr, COUNT: tl.constexpr, BK: tl.constexpr):
+    """Steps from ``first`` on of the weights at ``source`` [BN, 1], for k [1, BK], or of the row there, for k [BK]."""
+    loaded = ()
     for i in tl.static_range(COUNT):
         at = (first + i) * BK + k
         if K % (COUNT * BK) == 0:
-            w = w + (tl.load(weight + at[None, :]),)
-            xs = xs + (tl.load(x + at),)
+            loaded = loaded + (tl.load(source + at),)
         else:
-            w = w + (tl.load(weight + at[None, :], mask=(at < K)[None, :], other=0.0),)
-            xs = xs + (tl.load(x + at, mask=at < K, other=0.0),)
-    return w, xs
+            loaded = loaded + (tl.load(source + at, mask=at < K, other=0.0),)
+    return loaded
 
 
 @triton.jit
@@ -49,7 +47,8 @@ def _add_products(acc, weight, x, factor, k, K: tl.constexpr, STEPS: tl.constexp
                   BK: tl.constexpr):  # fmt: skip
     """acc [BN, BK] += weights at ``weight`` [BN, 1] times the row at ``x`` times a factor, HELD steps at a time."""
     for first in tl.range(0, STEPS, HELD):
-        w, xs = _load_steps(weight, x, first, k, K, HELD, BK)
+        w = _load_steps(weight, first, k[None, :], K, HELD, BK)
+        xs = _load_steps(x, first, k, K, HELD, BK)
         for i in tl.static_range(HELD):
             acc += w[i].to(tl.float32) * (xs[i].to(tl.float32) * factor)[None, :]
     return acc
@@ -75,6 +74,17 @@ def _sum_coded(codes, scales, row, x, K: tl.constexpr, STEPS: tl.constexpr, HELD
             acc += low.to(tl.float32) * lows[i].to(tl.float32)[None, :, :]
             acc += high.to(tl.float32) * highs[i].to(tl.float32)[None, :, :]
     return acc
+
+
+@triton.jit
+def _load_experts(weight, ids, pair, weight_row, columns, k, K: tl.constexpr, STEPS: tl.constexpr, BK: tl.constexpr,
+                  FIRST: tl.constexpr, LAST: tl.constexpr):  # fmt: skip
+    """All steps of some rows of the weights of a row's experts, whose first pair is ``pair``."""
+    w = ()
+    for i in tl.static_range(FIRST, LAST):
+        at = weight + (tl.load(ids + pair + i).to(tl.int64) * columns + weight_row)[:, None] * K
+        w = w + _load_steps(at, 0, k[None, :], K, STEPS, BK)
+    return w
 
 
 @triton.jit
@@ -112,8 +122,7 @@ def _up_kernel(
     PLAIN: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """A program is a pair and some columns."""
-    start_next(PDL)
+    """A program is a pair and some columns. The next kernel starts late enough for it to read the ids ahead."""
     pair, program = tl.program_id(0).to(tl.int64), tl.program_id(1)
     k = tl.arange(0, BK)
     row = weight_rows_of(program, columns, GATED, BN)
@@ -162,7 +171,7 @@ def _down_kernel(
     PDL: tl.constexpr,
 ):
     """A program is a row and some columns. TOGETHER: experts whose weights are on the way at once; 0 if those of one
-    are too many.
+    are too many. The first of these are asked for while the first product still runs.
 
     The layout of x changes in shared memory, and behind its barriers no load is asked for before. So loads come first.
     """
@@ -171,18 +180,20 @@ def _down_kernel(
     k, column = tl.arange(0, BK), program * BN + tl.arange(0, BN)
     weight_row = tl.minimum(column, columns - 1)
     to = out + row * out_stride + column
+    STEPS: tl.constexpr = (K + BK - 1) // BK
+    w = _load_experts(weight, ids, row * TOP_K, weight_row, columns, k, K, STEPS, BK, 0, TOGETHER)
     wait(PDL)
     total = tl.zeros([BN], tl.float32)
     acc = _zeros(BN, BK, G)
-    STEPS: tl.constexpr = (K + BK - 1) // BK
     for first in tl.static_range(0, TOP_K, max(1, TOGETHER)):
         if TOGETHER > 0:
-            w, xs = (), ()
+            if first > 0:
+                w = _load_experts(
+                    weight, ids, row * TOP_K, weight_row, columns, k, K, STEPS, BK, first, min(first + TOGETHER, TOP_K)
+                )
+            xs = ()
             for i in tl.static_range(first, min(first + TOGETHER, TOP_K)):
-                pair = row * TOP_K + i
-                at = weight + (tl.load(ids + pair).to(tl.int64) * columns + weight_row)[:, None] * K
-                loaded, of_x = _load_steps(at, x + pair * K, 0, k, K, STEPS, BK)
-                w, xs = w + loaded, xs + of_x
+                xs = xs + _load_steps(x + (row * TOP_K + i) * K, 0, k, K, STEPS, BK)
         for i in tl.static_range(first, min(first + max(1, TOGETHER), TOP_K)):
             pair = row * TOP_K + i
             of_expert = tl.load(ids + pair).to(tl.int64) * columns + weight_row

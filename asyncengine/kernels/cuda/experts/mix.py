@@ -10,7 +10,7 @@ from torch import Tensor
 
 from asyncengine.kernels.cuda.experts.few_rows import multiply_down, multiply_up
 from asyncengine.kernels.cuda.experts.grouped import multiply_tiles
-from asyncengine.kernels.cuda.experts.plan import FEW_ROWS, DirectTiles, direct_tiles_for, tiles_for
+from asyncengine.kernels.cuda.experts.plan import FEW_ROWS, DirectPlan, direct_plan_for, tiles_for
 from asyncengine.kernels.cuda.experts.sort import sort_pairs
 from asyncengine.kernels.cuda.gpu import Gpu
 from asyncengine.kernels.cuda.linear.grouped import CodedRows
@@ -83,16 +83,17 @@ def multiply_pairs(
     pairs, top_k = routing.ids.numel(), routing.ids.shape[1]
     few = None if invariant else _tiles_of_few(x, routing, experts, gpu)
     if few is not None:
-        order = sort_pairs(routing.ids, experts.count, few.rows, pdl=pdl)
-        multiply = partial(direct.multiply_few, pairs=order, tiles=few, pdl=pdl)
+        order = sort_pairs(routing.ids, experts.count, few.up.rows, pdl=pdl)
+        multiply = partial(direct.multiply_few, pairs=order, pdl=pdl)
+        multiply_first, multiply_second = partial(multiply, tiles=few.up), partial(multiply, tiles=few.down)
     else:
         bits = up.format.bits[up.format.kind(x.dtype)], 8 * x.itemsize
         tiles = tiles_for(pairs, experts.count, bits, gpu, invariant=invariant)
         order = sort_pairs(routing.ids, experts.count, tiles.rows, pdl=pdl)
-        multiply = partial(multiply_tiles, pairs=order, tiles=tiles, pdl=pdl)
-    multiply(x, up, out=inner, pairs_per_row=top_k, activation=experts.activation)
+        multiply_first = multiply_second = partial(multiply_tiles, pairs=order, tiles=tiles, pdl=pdl)
+    multiply_first(x, up, out=inner, pairs_per_row=top_k, activation=experts.activation)
     results = torch.empty((pairs, width), dtype=x.dtype, device=x.device)
-    multiply(inner, down, out=results, factors=routing.weights)
+    multiply_second(inner, down, out=results, factors=routing.weights)
     return results
 
 
@@ -105,11 +106,11 @@ def _inner_rows(x: Tensor, routing: Routing, experts: Experts[CudaLinear]) -> Te
     return torch.empty((routing.ids.numel(), down.weight.shape[1]), dtype=x.dtype, device=x.device)
 
 
-def _tiles_of_few(x: Tensor, routing: Routing, experts: Experts[CudaLinear], gpu: Gpu) -> DirectTiles | None:
+def _tiles_of_few(x: Tensor, routing: Routing, experts: Experts[CudaLinear], gpu: Gpu) -> DirectPlan | None:
     """The tiles of the kernel of direct.py, if the card has it and it multiplies such weights and rows."""
     if not gpu.tma or direct is None or x.stride(0) % 2:
         return None
     weights = [one.weight for one in (*experts.up, *experts.down)]
     if not all(isinstance(weight, CodedRows) and direct.takes(weight, x.dtype) for weight in weights):
         return None
-    return direct_tiles_for(routing.ids.numel(), experts.count)
+    return direct_plan_for(routing.ids.numel(), experts.count, x.shape[1], weights[-1].shape[1])

@@ -42,21 +42,32 @@ class DirectTiles(NamedTuple):
     """warps that divide the rows of the weight"""
 
 
-def direct_tiles_for(pairs: int, experts: int) -> DirectTiles | None:
-    """The tiles of a product in the way of direct.py for so many pairs; None if an expert has too many rows on
-    average.
+class DirectPlan(NamedTuple):
+    """Tiles of the two products of a mixture in the way of direct.py; both have the same rows."""
 
-    Few pairs leave multiprocessors without a program unless K is divided. Of the others those that have more rows read
-    x more often than weights, and share it between more warps.
+    up: DirectTiles
+    down: DirectTiles
+
+
+def direct_plan_for(pairs: int, experts: int, hidden: int, inner: int) -> DirectPlan | None:
+    """The tiles of products in the way of direct.py for so many pairs, of weights with ``hidden`` columns and with
+    ``inner``; None if an expert has too many rows on average.
+
+    Few pairs leave multiprocessors without a program unless K is divided, and a warp waits for memory twice if it has
+    two steps. Of the others those that have more rows read x more often than weights, and share it between more warps.
     """
     rows = 8
     while rows * experts < 2 * pairs:
         rows *= 2
     if rows > 32:
         return None
-    if rows == 8:
-        return DirectTiles(8, 16, 1, True, 4, 1) if pairs <= 16 else DirectTiles(8, 32, 1, True, 2, 2)
-    return DirectTiles(16, 64, 1, False, 2, 2) if rows == 16 else DirectTiles(32, 128, 1, False, 1, 4)
+    if pairs <= 16:
+        up, down = (DirectTiles(8, 16, min(3, -(-columns // (8 * 128))), True, 4, 1) for columns in (hidden, inner))
+        return DirectPlan(up, down)
+    if rows == 16:
+        return DirectPlan(DirectTiles(16, 64, 2, False, 2, 2), DirectTiles(16, 64, 1, False, 2, 2))
+    tiles = DirectTiles(8, 32, 2, False, 2, 2) if rows == 8 else DirectTiles(32, 128, 1, False, 1, 4)
+    return DirectPlan(tiles, tiles)
 
 
 def tiles_for(pairs: int, experts: int, bits: tuple[int, int], gpu: Gpu, *, invariant: bool = False) -> Tiles:

@@ -53,19 +53,19 @@ def _log2(n):
 
 
 @gluon.constexpr_function
-def _bits(first, last, dim, rank=4):
+def _bits(first, last, dim):
     """Bases of a linear layout for the bits of a place along ``dim``, from ``first`` on and before ``last``."""
-    return [[(1 << bit) if place == dim else 0 for place in range(rank)] for bit in range(first, last)]
+    return [[(1 << bit) if place == dim else 0 for place in range(3)] for bit in range(first, last)]
 
 
 @gluon.constexpr_function
-def pairs_layout(along_k, along_n, units, rows):
-    """Layout of pairs of x [along_k, units, rows, 64]: a thread has 8 neighbours for each of its rows and of the halves
+def pairs_layout(along_k, along_n, rows):
+    """Layout of pairs of x [along_k, rows, 64]: a thread has 8 neighbours for each of its rows and of the halves
     of a tile of int4. Warps that divide the rows of the weight have the same."""
-    registers = _bits(0, 3, 3) + _bits(0, _log2(units), 1) + _bits(5, 6, 3) + _bits(3, _log2(rows), 2)
-    warps = [[0] * 4] * _log2(along_n) + _bits(0, _log2(along_k), 0)
-    lanes = _bits(3, 5, 3) + _bits(0, 3, 2)
-    return gl.DistributedLinearLayout(registers, lanes, warps, [], [along_k, units, rows, 64])
+    registers = _bits(0, 3, 2) + _bits(5, 6, 2) + _bits(3, _log2(rows), 1)
+    warps = [[0] * 3] * _log2(along_n) + _bits(0, _log2(along_k), 0)
+    lanes = _bits(3, 5, 2) + _bits(0, 3, 1)
+    return gl.DistributedLinearLayout(registers, lanes, warps, [], [along_k, rows, 64])
 
 
 @gluon.constexpr_function
@@ -75,12 +75,12 @@ def sums_layout(warps, columns, rows, each, gated):
     A thread has ``each`` neighbouring columns of a row, and lanes have the next ones. All threads take part if there
     are as many results. With a gate a thread also has the columns 8 behind its own, in each 16.
     """
-    bits, wide = _bits(0, _log2(columns), 1, 3), _log2(each)
+    bits, wide = _bits(0, _log2(columns), 1), _log2(each)
     gate = [bits.pop(3)] if gated else []
-    rest = bits[wide:] + _bits(0, _log2(rows), 2, 3)
+    rest = bits[wide:] + _bits(0, _log2(rows), 2)
     rest += [[0] * 3] * (5 + _log2(warps) - len(rest))
     threads = 5 + _log2(warps)
-    registers = bits[:wide] + gate + _bits(0, _log2(warps), 0, 3) + rest[threads:]
+    registers = bits[:wide] + gate + _bits(0, _log2(warps), 0) + rest[threads:]
     return gl.DistributedLinearLayout(registers, rest[:5], rest[5:threads], [], [warps, columns, rows])
 
 
