@@ -31,6 +31,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "seven heads": {"num_kv_heads": 3, "group": 7, "head_dim": 64},
     "five heads": {"num_kv_heads": 3, "group": 5, "head_dim": 128, "norm": False, "rotary": False},
     "eight heads": {"num_kv_heads": 2, "group": 8, "head_dim": 128},
+    "gpt-oss": {"num_kv_heads": 2, "group": 8, "head_dim": 64, "norm": False},
 }
 """Heads like those of models, fewer groups of them; and of other sizes."""
 EDGES = (0, 1, 2, 15, 16, 17, 31, 48, 63, 64, 65, 79, 80, 127, 128, 129, 255, 300)
@@ -93,6 +94,21 @@ def test_rows_in_pieces(model: str, contexts: tuple[int, ...], case: dict[str, A
     work = decode.world.work()
     decode.check(work, pdl=True)
     assert most_pieces(work) > 1
+
+
+@pytest.mark.parametrize("model", ["gpt-oss", "qwen3"])
+@pytest.mark.parametrize("window", [0, 128])
+def test_sinks_take_their_part_of_the_softmax(model: str, window: int) -> None:
+    """In whole units, and without a window in those of few and of many pieces."""
+    heads = MODELS[model]["num_kv_heads"] * MODELS[model]["group"]
+    sinks = torch.linspace(-3, 12, heads, device="cuda")
+    decode = make(model, (*EDGES, None, 20000, 900), sinks=sinks, window=window, min_split_tokens=64)
+    work = decode.world.work()
+    decode.check(work, pdl=True)
+    assert (most_pieces(work) > 1) == (window == 0)
+    without = make(model, (*EDGES, None, 20000, 900), window=window, min_split_tokens=64)
+    caches = decode.world.k.clone(), decode.world.v.clone()
+    assert not torch.equal(decode.attend(*caches, work), without.attend(*caches, work))
 
 
 @pytest.mark.parametrize("model", ["gpt2", "llama"])

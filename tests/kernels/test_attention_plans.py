@@ -123,6 +123,7 @@ def test_which_layers_tma_decode_is_for() -> None:
     assert decode(2, LayerKind(replace(shape, head_dim=64))).tile("one") == Tile(16, 64, 4, 6, 1)
     assert tma_decode_tile(LayerKind(shape), H200, 32) is None
     assert tma_decode_tile(LayerKind(shape), gpu.A100, 16) is None
+    assert decode(2, LayerKind(replace(shape, head_dim=64), 128, sinks=True)).launches[0].kernel == "tma_decode"
     for other in ({"dtype": torch.float32}, {"head_dim": 80}, {"num_heads": 80}):
         assert tma_decode_tile(LayerKind(replace(shape, **other)), H200, 16) is None
 
@@ -130,9 +131,11 @@ def test_which_layers_tma_decode_is_for() -> None:
 def test_which_kernels_mixed_steps_take() -> None:
     """Kernels are listed in the order of launch."""
 
-    def kernels(shape: AttentionShape, window: int = 0, block_size: int = 16) -> list[tuple[str, str]]:
+    def kernels(
+        shape: AttentionShape, window: int = 0, block_size: int = 16, *, sinks: bool = False
+    ) -> list[tuple[str, str]]:
         limits = replace(LIMITS, block_size=block_size)
-        plan = plan_for(Bucket(64, 512, False), LayerKind(shape, window), limits=limits)
+        plan = plan_for(Bucket(64, 512, False), LayerKind(shape, window, sinks=sinks), limits=limits)
         if plan.launches[-1].kernel == "tma_prefill":
             assert plan.launches[-1].beside == (plan.launches[0].kernel == "tma_decode")
         return [(launch.kernel, launch.rows) for launch in plan.launches]
@@ -145,6 +148,7 @@ def test_which_kernels_mixed_steps_take() -> None:
     assert kernels(replace(LLAMA, num_heads=128)) == [("paged", "one"), ("tma_prefill", "several")]
     assert kernels(replace(LLAMA, num_heads=24)) == [("paged", "several"), ("tma_decode", "one")]
     assert kernels(LLAMA, window=1024) == [("paged", "several"), ("tma_decode", "one")]
+    assert kernels(LLAMA, sinks=True) == [("paged", "several"), ("tma_decode", "one")]
     for other in ({"dtype": torch.float32}, {"head_dim": 80}, {"num_heads": 256}):
         assert kernels(replace(LLAMA, **other)) == neither
     assert kernels(LLAMA, block_size=32) == neither

@@ -362,18 +362,19 @@ card, cpu = card_for(target), torch.device("cpu")
 def random(*shape): return torch.empty(shape, dtype=torch.bfloat16)
 
 for heads, kv_heads, dim, rotary, norm in eval(sys.argv[2]):
-    float8 = "float8" in sys.argv
+    float8, sinks = "float8" in sys.argv, "sinks" in sys.argv
     shape = AttentionShape(heads, kv_heads, dim, torch.bfloat16, float8)
     scales, cached = (torch.ones(2, 2, kv_heads), torch.float8_e4m3fn) if float8 else (None, torch.bfloat16)
     # A cap changes what a kernel computes, and fixed splits which kernels there are: each with the other's default.
     for softcap, invariant in ((50.0, False), (0.0, True)) if "softcap" in sys.argv else ((0.0, False),):
         limits = Limits(64, 64, 512, 16, invariant)
         prepared = "prepared" in sys.argv
-        attention = StepAttention([LayerKind(shape, 0, softcap, prepared=prepared)], limits, card, cpu)
+        attention = StepAttention([LayerKind(shape, 0, softcap, sinks, prepared)], limits, card, cpu)
         values = torch.ones(dim) if prepared else None
         layer = AttentionLayer(
             heads, HeadNorms(random(dim), random(dim), 1e-6, values) if norm else None,
-            torch.empty(512, dim) if rotary else None, dim**-0.5, 0, softcap,
+            torch.empty(512, dim) if rotary else None, dim**-0.5, 0, softcap, None,
+            torch.empty(heads) if sinks else None,
         )
         buckets = [Bucket(4, 64, False)]
         if "prompts" not in sys.argv:
@@ -402,6 +403,14 @@ MODELS = {
     "gpt2": "((12, 12, 64, False, False),)", "qwen3-0.6b": "((16, 8, 128, True, True),)",
     "llama-3.1-8b": "((32, 8, 128, True, False),)",
 }  # fmt: skip
+
+
+def test_attention_with_sinks_compiles(tmp_path):
+    """The heads of gpt-oss-20b: rows of one token take the accelerator's kernel, those of prompts do not."""
+    compiled = run(tmp_path, "-c", ATTENTION, "90", "((64, 8, 64, True, False),)", "sinks", ptxas=True)
+    assert compiled.count("_tma_decode_kernel:griddepcontrol.wait:cp.async.bulk.tensor:evict_first") == 3
+    assert "_attention_kernel:wgmma:griddepcontrol.wait" in compiled
+    assert not any(line.startswith("_tma_prefill_kernel") for line in compiled)
 
 
 @pytest.mark.sampled(3)

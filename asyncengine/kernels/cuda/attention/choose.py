@@ -279,7 +279,7 @@ def _suits_tma(layer: LayerKind, gpu: Gpu, block_size: int) -> bool:
     shape = layer.shape
     return (
         gpu.tma and shape.dtype == torch.bfloat16 and not shape.float8_cache and shape.head_dim in (64, 128)
-        and block_size == 16 and not layer.softcap and not layer.sinks
+        and block_size == 16 and not layer.softcap
     )  # fmt: skip
 
 
@@ -306,7 +306,7 @@ def tma_prefill_tile(layer: LayerKind, gpu: Gpu, block_size: int) -> Tile | None
     It has as many stages of keys and values as shared memory holds beside the queries of two units.
     """
     divides = layer.shape.group in (1, 2, 4, 8, 16)  # of a unit's rows each head has as many, eight at least
-    if not _suits_tma(layer, gpu, block_size) or not divides or layer.window:
+    if not _suits_tma(layer, gpu, block_size) or not divides or layer.window or layer.sinks:
         return None
     return Tile(128, 128, 8, 256 // layer.shape.head_dim, 1)
 

@@ -87,14 +87,7 @@ def _launch(launch: Launch, call: KernelCall, section: Section) -> None:
     _, kv_heads, block_size, dim = k_cache.shape
     tile, group = section.tile, layer.num_heads // kv_heads
     suits = block_size == BLOCK.value and dim in (64, 128) and group <= GROUP_ROWS.value
-    if (
-        not suits
-        or layer.softcap
-        or layer.sinks is not None
-        or heads.dtype != torch.bfloat16
-        or section.split_tiles
-        or tile.keys != KEYS.value
-    ):
+    if not suits or layer.softcap or heads.dtype != torch.bfloat16 or section.split_tiles or tile.keys != KEYS.value:
         raise ValueError(f"{layer.num_heads} heads of {dim}, blocks of {block_size} and {tile} are for another kernel")
     _tma_decode_kernel[(section.teams * kv_heads,)](
         *(tiles_of(cache.view(-1, block_size, dim), 1, block_size, dim) for cache in (k_cache, v_cache)),
@@ -103,6 +96,7 @@ def _launch(launch: Launch, call: KernelCall, section: Section) -> None:
         heads,
         *surroundings(call),
         step.slot_mapping,
+        heads if layer.sinks is None else layer.sinks,
         out,
         step.slots.block_tables,
         *section.operands,
@@ -118,6 +112,7 @@ def _launch(launch: Launch, call: KernelCall, section: Section) -> None:
         GROUP=group,
         KV_HEADS=kv_heads,
         D=dim,
+        SINKS=layer.sinks is not None,
         STAGES=tile.stages,
         MARK=EVICT_FIRST if call.l2_cache_hints else NO_POLICY,
         num_warps=BLOCKS.value,
@@ -366,9 +361,10 @@ def _prepare(
 
 @gluon.jit
 def _attend(
-    out, ks, vs, ready, free, queries, new_scores, new_values, asked, answered, items, first_item, last_item,
+    sinks, out, ks, vs, ready, free, queries, new_scores, new_values, asked, answered, items, first_item, last_item,
     query, context, begin, end, takes_new, partials, stats, arrivals, scale, window, stride_out, stats_size, head,
-    GROUP: gl.constexpr, KV_HEADS: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, AHEAD: gl.constexpr,
+    GROUP: gl.constexpr, KV_HEADS: gl.constexpr, D: gl.constexpr, SINKS: gl.constexpr, STAGES: gl.constexpr,
+    AHEAD: gl.constexpr,
 ):  # fmt: skip
     """The warps that compute. They free a tile's memory as soon as they have it in registers."""
     MMA: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [BLOCKS, 1, 1], [1, 16, 8])
@@ -415,18 +411,18 @@ def _attend(
         mbarrier.arrive(answered.index(place))
         acc, peak, total = join_warps(acc, peak, total, new_score, value, takes_new, PARTS)
         finish(
-            acc, peak, total, slot, piece, pieces, query, head, out, partials, stats, arrivals, stride_out, stats_size,
-            GROUP, KV_HEADS, D,
+            acc, peak, total, slot, piece, pieces, query, head, sinks, out, partials, stats, arrivals, stride_out,
+            stats_size, GROUP, KV_HEADS, D, SINKS,
         )  # fmt: skip
         query, context, begin, end, takes_new = next_query, next_context, next_begin, next_end, next_takes_new
 
 
 @GluonKernel
 def _tma_decode_kernel(
-    k_blocks, v_blocks, k_cache, v_cache, heads, q_norm, k_norm, eps, cos_sin, slot_mapping, out, block_tables, items,
-    team_items, partials, stats, arrivals, scale, window, stride_heads, stride_out, stride_table, stats_size,
+    k_blocks, v_blocks, k_cache, v_cache, heads, q_norm, k_norm, eps, cos_sin, slot_mapping, sinks, out, block_tables,
+    items, team_items, partials, stats, arrivals, scale, window, stride_heads, stride_out, stride_table, stats_size,
     STORED: gl.constexpr, NORM: gl.constexpr, ROTARY: gl.constexpr, GROUP: gl.constexpr, KV_HEADS: gl.constexpr,
-    D: gl.constexpr, STAGES: gl.constexpr, MARK: gl.constexpr, PDL: gl.constexpr,
+    D: gl.constexpr, SINKS: gl.constexpr, STAGES: gl.constexpr, MARK: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """Grid: teams x KV heads, heads of a team side by side, since their KV lies side by side in a block."""
     head = gl.program_id(0) % KV_HEADS
@@ -458,9 +454,9 @@ def _tma_decode_kernel(
     gl.warp_specialize(
         [
             (_attend, (
-                out, ks, vs, ready, free, queries, new_scores, new_values, asked, answered, items, first_item,
+                sinks, out, ks, vs, ready, free, queries, new_scores, new_values, asked, answered, items, first_item,
                 last_item, query, context, begin, end, takes_new, partials, stats, arrivals, scale, window, stride_out,
-                stats_size, head, GROUP, KV_HEADS, D, STAGES, AHEAD,
+                stats_size, head, GROUP, KV_HEADS, D, SINKS, STAGES, AHEAD,
             )),
             (_fill, (
                 k_blocks, v_blocks, ks, vs, ready, free, items, first_item, last_item, row, context, begin, end,

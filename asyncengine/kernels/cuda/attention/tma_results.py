@@ -7,6 +7,10 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from asyncengine.kernels.cuda.attention.scores import with_sinks
+
+_with_sinks = gluon.jit(with_sinks.fn)
+
 BLOCKS = gl.constexpr(4)  # of a tile, one a warp
 GROUP_ROWS = gl.constexpr(8)  # heads of a group, padded; the tensor cores take 16
 FEW_PIECES, MANY_PIECES = gl.constexpr(4), gl.constexpr(16)  # of a unit, read at once
@@ -41,15 +45,19 @@ def join_warps(acc, peak, total, score, value, takes_new, PARTS: gl.constexpr):
 
 @gluon.jit
 def finish(
-    acc, peak, total, slot, piece, pieces, query, head, out, partials, stats, arrivals, stride_out, stats_size,
-    GROUP: gl.constexpr, KV_HEADS: gl.constexpr, D: gl.constexpr,
+    acc, peak, total, slot, piece, pieces, query, head, sinks, out, partials, stats, arrivals, stride_out, stats_size,
+    GROUP: gl.constexpr, KV_HEADS: gl.constexpr, D: gl.constexpr, SINKS: gl.constexpr,
 ):  # fmt: skip
-    """Store an item's result: to ``out`` if the item is a whole unit or the unit's last to arrive."""
+    """Store an item's result: to ``out`` if the item is a whole unit or the unit's last to arrive. SINKS: heads have
+    sinks."""
     HEADS: gl.constexpr = acc.type.layout
     member = gl.arange(0, GROUP_ROWS, gl.SliceLayout(1, HEADS))
     there, at = member < GROUP, member[:, None] * D + gl.arange(0, D, gl.SliceLayout(0, HEADS))[None, :]
     out += query * stride_out + head * GROUP * D
+    sinks += head * GROUP
     if pieces == 1:
+        if SINKS:
+            total = _with_sinks(total, peak, sinks, member, there)
         gl.store(out + at, (acc / total[:, None]).to(gl.bfloat16), mask=there[:, None])
     else:
         unit = (slot * KV_HEADS + head) * GROUP
@@ -65,15 +73,17 @@ def finish(
             partials += unit * D
             stats += unit
             if pieces <= FEW_PIECES:  # what is not there takes time too
-                _combine(partials, stats, stats + stats_size, out, pieces, GROUP, KV_HEADS, D, FEW_PIECES)
+                _combine(partials, stats, stats + stats_size, sinks, out, pieces, GROUP, KV_HEADS, D, SINKS, FEW_PIECES)
             else:
-                _combine(partials, stats, stats + stats_size, out, pieces, GROUP, KV_HEADS, D, MANY_PIECES)
+                _combine(
+                    partials, stats, stats + stats_size, sinks, out, pieces, GROUP, KV_HEADS, D, SINKS, MANY_PIECES
+                )
 
 
 @gluon.jit
 def _combine(
-    partials, peaks, totals, out, pieces, GROUP: gl.constexpr, KV_HEADS: gl.constexpr, D: gl.constexpr,
-    AT_ONCE: gl.constexpr,
+    partials, peaks, totals, sinks, out, pieces, GROUP: gl.constexpr, KV_HEADS: gl.constexpr, D: gl.constexpr,
+    SINKS: gl.constexpr, AT_ONCE: gl.constexpr,
 ):  # fmt: skip
     """Sum the partial results of a unit's pieces, in their order, into ``out`` (its first head)."""
     PARTS: gl.constexpr = gl.BlockedLayout([AT_ONCE, 1, D // 16], [1, 2, 16], [1, 4, 1], [2, 1, 0])
@@ -102,4 +112,6 @@ def _combine(
         total = total * shrink + gl.convert_layout(gl.sum(weight * piece_total, 0), ROWS)
         acc = acc * shrink[:, None] + gl.sum(weight[:, :, None] * part, 0)
         peak = new_peak
+    if SINKS:
+        total = _with_sinks(total, peak, sinks, row, row < GROUP)
     gl.store(out + at, (acc / total[:, None]).to(gl.bfloat16), mask=(row < GROUP)[:, None])
