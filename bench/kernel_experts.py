@@ -72,8 +72,8 @@ def allocate(ops: CudaOps, size: Mixture, quantization: str) -> Layer:
 def run(ops: CudaOps, layer: Layer, x: Tensor, rule: RoutingRule, batch: CudaBatch) -> None:
     """The block of a model's layer, with its norm."""
     residual = Residual(x)
-    rows = ops.normed(residual, layer.norm, batch)
-    add_experts(ops, rows, ops.route(rows, layer.router, rule, batch), layer, residual, batch)
+    rows, routing = ops.route(residual, layer.norm, layer.router, rule, batch)
+    add_experts(ops, rows, routing, layer, residual, batch)
 
 
 def add_experts(ops: CudaOps, x: Tensor, routing: Routing, layer: Layer, residual: Residual, batch: CudaBatch) -> None:
@@ -108,11 +108,11 @@ def lines_of(
                 torch.randn(count, size.hidden, dtype=DTYPE, device=ops.device) for _ in range(16 if count < 9 else 6)
             ]
             pairs = list(zip(xs, layers * len(xs), strict=False))
-            routings = [ops.route(x, layer.router, rule, batch) for x, layer in pairs]
+            routings = [ops.route(Residual(x), None, layer.router, rule, batch)[1] for x, layer in pairs]
             hit = sum(hit_experts(routing) for routing in routings) / len(routings)
             calls: dict[str, list[Callable[[], object]]] = {
                 "norm + router + experts": [partial(run, ops, layer, x, rule, batch) for x, layer in pairs],
-                "router": [partial(ops.route, x, layer.router, rule, batch) for x, layer in pairs],
+                "router": [partial(ops.route, Residual(x), None, layer.router, rule, batch) for x, layer in pairs],
                 "experts": [
                     partial(add_experts, ops, x, routing, layer, Residual(torch.zeros_like(x)), batch)
                     for (x, layer), routing in zip(pairs, routings, strict=True)

@@ -354,9 +354,8 @@ class Ops(Protocol[BatchT, ResidualT, HandleT]):
         batch: BatchT,
         activation: Activation | None = None,
     ) -> Any:
-        """The normed residual times the handle's weights, transposed: a Tensor [T, N].
+        """The normed residual, or without a norm the residual, times the handle's weights, transposed: a Tensor [T, N].
 
-        Without a norm it is the residual itself that is multiplied.
         Activated, if so said, it is [T, N] (gated: [T, N / 2]) in a form of the package's own, which only
         ``linear_add_`` and ``linear`` read.
         """
@@ -375,9 +374,11 @@ class Ops(Protocol[BatchT, ResidualT, HandleT]):
     def linear(self, x: Tensor, handle: HandleT, batch: BatchT) -> Tensor:
         """x [T, K], which may be what ``norm_linear`` activated, times the handle's weights, transposed: [T, N]."""
 
-    def route(self, x: Tensor, router: HandleT, rule: RoutingRule, batch: BatchT) -> Routing:
-        """The experts of the rows of x [T, K], by the products with the router's weights in float32. The weights are
-        [E, K], or [E + 1, K] where the rule's shared expert is gated."""
+    def route(
+        self, residual: ResidualT, norm: Norm | None, router: HandleT, rule: RoutingRule, batch: BatchT
+    ) -> tuple[Tensor, Routing]:
+        """The normed residual [T, H], or without a norm the residual, and the experts of these rows, by the products
+        with the router's weights in float32: [E, H], or [E + 1, H] where the rule's shared expert is gated."""
 
     def rms_norm(self, x: Tensor, norm: Norm, batch: BatchT) -> Tensor:
         """The norm of the rows of x [M, H], where x is no residual."""

@@ -200,11 +200,8 @@ class MixtureBlock(NamedTuple):
     shared: SharedExpert | None = None
 
     def forward(self, ops: ModelOps, residual: Residual, batch: Batch) -> None:
-        x, shared = (
-            ops.plain(residual, batch) if self.norm is None else ops.normed(residual, self.norm, batch),
-            self.shared,
-        )
-        routing = ops.route(x, self.router.weight, self.router.rule, batch)
+        x, routing = ops.route(residual, self.norm, self.router.weight, self.router.rule, batch)
+        shared = self.shared
         if shared is None:
             ops.experts_add_(x, routing, self.experts, residual, batch, self.output_norm)
             return

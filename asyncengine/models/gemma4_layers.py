@@ -60,8 +60,7 @@ class MixtureBesideMLP(NamedTuple):
     def forward(self, ops: ModelOps, residual: Residual, batch: Batch) -> None:
         x, mlp = ops.plain(residual, batch), self.mlp
         assert mlp.norm is not None
-        rows = ops.rms_norm(x, self.before_router, batch)
-        routing = ops.route(rows, self.router.weight, self.router.rule, batch)
+        _, routing = ops.route(residual, self.before_router, self.router.weight, self.router.rule, batch)
         mixed = ops.experts(ops.rms_norm(x, self.before_experts, batch), routing, self.experts, batch)
         inner = ops.activated(ops.linear(ops.rms_norm(x, mlp.norm, batch), mlp.up, batch), mlp.activation, batch)
         own = ops.rms_norm(ops.linear(inner, mlp.down, batch), self.behind_mlp, batch)

@@ -189,10 +189,14 @@ class _PlanOps(CudaOps):
         self._note("linear", handle, x, len(x), None, None)
         return torch.empty(len(x), handle.out_features, dtype=handle.format.result_dtype(x), device=_NOWHERE)
 
-    def route(self, x: Tensor, router: CudaLinear, rule: RoutingRule, batch: CudaBatch) -> Routing:
-        self._note("router", router, x, len(x), None, None)
+    def route(
+        self, residual: Residual, norm: Norm | None, router: CudaLinear, rule: RoutingRule, batch: CudaBatch
+    ) -> tuple[Tensor, Routing]:
+        x = residual.x
+        if not self.routes_rows(x, norm, router):
+            self._note("router", router, x, len(x), None, None)
         shape = len(x), rule.top_k + (rule.shared != "none")
-        return Routing(x.new_empty(shape), x.new_empty(shape))
+        return x, Routing(x.new_empty(shape), x.new_empty(shape))
 
     def experts(self, x: Tensor, routing: Routing, experts: Experts[CudaLinear], batch: CudaBatch) -> Tensor:
         return torch.empty_like(x)

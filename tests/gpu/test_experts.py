@@ -76,6 +76,9 @@ class Mixture:
     def batch(self, rows: int) -> CudaBatch:
         return CudaBatch(allocate_step(rows, 1, rows, rows, self.device))
 
+    def route(self, x: Tensor, batch: CudaBatch) -> Routing:
+        return self.ops.route(Residual(x), None, self.to_logits, self.rule, batch)[1]
+
     def by_torch(self, x: Tensor, routing: Routing) -> Tensor:
         """float32 [T, H]"""
         out = torch.zeros(len(x), self.hidden, device=self.device)
@@ -106,7 +109,7 @@ def test_experts_of_real_shapes(shape: str, form: str) -> None:
     mixture = Mixture(shape, form)
     for rows in (1, 2, 3, 8, 64, 256, 1500):
         x = mixture.random(rows, mixture.hidden)
-        routing = mixture.ops.route(x, mixture.to_logits, mixture.rule, mixture.batch(rows))
+        routing = mixture.route(x, mixture.batch(rows))
         plain = choose_experts(F.linear(x.float(), mixture.router.float()), mixture.rule)
         torch.testing.assert_close(routing.weights.sum(1), plain.weights.sum(1))
         assert (routing.ids.sort(1)[0] == plain.ids.sort(1)[0]).float().mean() > 0.99
@@ -128,8 +131,7 @@ def test_a_captured_mixture_follows_its_rows(shape: str) -> None:
         x, batch = mixture.random(rows, mixture.hidden), mixture.batch(rows)
 
         def step(x: Tensor = x, batch: CudaBatch = batch) -> Tensor:
-            routing = mixture.ops.route(x, mixture.to_logits, mixture.rule, batch)
-            return mixture.ops.experts(x, routing, mixture.handle, batch)
+            return mixture.ops.experts(x, mixture.route(x, batch), mixture.handle, batch)
 
         step()
         graph = torch.cuda.CUDAGraph()

@@ -258,11 +258,11 @@ from tests.kernels.compile_for import install, spills
 compiled = install()
 import torch
 from asyncengine.kernels.cuda.experts.mix import mix
-from asyncengine.kernels.cuda.experts.route import choose_experts
+from asyncengine.kernels.cuda.experts.route import choose_experts, route_rows
 from asyncengine.kernels.cuda.gpu import H200
 from asyncengine.kernels.cuda.linear.handle import CudaLinear
 from asyncengine.kernels.float8 import quantize
-from asyncengine.kernels.ops import Experts, RoutingRule
+from asyncengine.kernels.ops import Experts, Norm, RoutingRule
 
 def random(*shape): return torch.zeros(shape, dtype=torch.bfloat16)
 
@@ -270,12 +270,19 @@ for form in (lambda weight: weight, quantize):
     first, second = (CudaLinear(form(random(16, inner)), None, 16) for inner in (2048, 768))
     experts = Experts((first,), (second,), "silu_mul", 128)
     for rows in (1, 64, 2048):
-        routing = choose_experts(torch.zeros(rows, 128), RoutingRule(8, sums_to_one=True), pdl=True)
+        rule = RoutingRule(8, sums_to_one=True)
+        routing = choose_experts(torch.zeros(rows, 128), rule, pdl=True)
+        if rows == 1:
+            router, counters = CudaLinear(random(128, 2048), None, 128), torch.zeros(1, dtype=torch.int32)
+            route_rows(random(1, 2048), Norm(random(2048), None, 1e-6), router, rule, counters, H200, pdl=True)
         mix(random(rows, 2048), routing, experts, out=random(rows, 2048), add=True, gpu=H200, pdl=True)
 for name, kernel in compiled.items():
     words = [word for word in ("wgmma", "griddepcontrol.wait") if word in kernel.asm["ptx"]]
     print(":".join([name.split()[0], *words, *spills(kernel)]))
 """
+
+
+OF_EXPERTS = ("_route_kernel", "_choose_kernel", "_up_kernel", "_down_kernel", "_sort_kernel", "_add_kernel")
 
 
 def test_mixtures_of_experts_compile(tmp_path):
@@ -284,7 +291,7 @@ def test_mixtures_of_experts_compile(tmp_path):
     wait = "griddepcontrol.wait"
     assert set(compiled) == {
         f"_grouped_kernel:wgmma:{wait}",
-        *(f"{name}:{wait}" for name in ("_route_kernel", "_up_kernel", "_down_kernel", "_sort_kernel", "_add_kernel")),
+        *(f"{name}:{wait}" for name in OF_EXPERTS),
     }
     assert compiled.count(f"_grouped_kernel:wgmma:{wait}") == 8
 

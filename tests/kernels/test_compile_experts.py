@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.kernels.test_compile import AMOUNT, run
+from tests.kernels.test_compile import AMOUNT, OF_EXPERTS, run
 
 CODED_EXPERTS = """
 import sys
@@ -15,11 +15,11 @@ compiled = install()
 import torch
 from asyncengine.kernels.cuda.experts.codes import _in_words
 from asyncengine.kernels.cuda.experts.mix import mix
-from asyncengine.kernels.cuda.experts.route import choose_experts
+from asyncengine.kernels.cuda.experts.route import choose_experts, route_rows
 from asyncengine.kernels.cuda.gpu import H200
 from asyncengine.kernels.cuda.linear.grouped import CodedRows
 from asyncengine.kernels.cuda.linear.handle import CudaLinear
-from asyncengine.kernels.ops import Experts, RoutingRule
+from asyncengine.kernels.ops import Experts, Norm, RoutingRule
 
 def random(*shape): return torch.zeros(shape, dtype=torch.bfloat16)
 
@@ -38,6 +38,9 @@ for hidden, inner, count, top_k, activation, how in [shapes[sys.argv[1]]]:
     experts = Experts((coded(16, hidden, *how),), (coded(16, inner, *how),), activation, count)
     for rows in (1, 64, 2048) if sys.argv[2] == "all" else (1, 64):
         routing = choose_experts(torch.zeros(rows, count), rule, pdl=True)
+        if rows == 1:
+            router, counters = CudaLinear(random(count, hidden), None, count), torch.zeros(1, dtype=torch.int32)
+            route_rows(random(1, hidden), Norm(random(hidden), None, 1e-6), router, rule, counters, H200, pdl=True)
         mix(random(rows, hidden), routing, experts, out=random(rows, hidden), add=True, gpu=H200, pdl=True)
 for name, kernel in compiled.items():
     assert kernel.metadata.shared <= H200.shared_bytes, (name, kernel.metadata.shared)
@@ -62,7 +65,7 @@ def test_mixtures_of_experts_in_codes_compile(tmp_path: Path, model: str) -> Non
     compiled = run(tmp_path, "-c", CODED_EXPERTS, model, AMOUNT)
     wait = "griddepcontrol.wait"
     few, prompts = f"direct_experts_kernel:{wait}", f"_grouped_kernel:wgmma:{wait}"
-    others = {f"{name}:{wait}" for name in ("_route_kernel", "_sort_kernel", "_add_kernel")}
+    others = {f"{name}:{wait}" for name in ("_route_kernel", "_choose_kernel", "_sort_kernel", "_add_kernel")}
     assert set(compiled) == {few, *others} | ({prompts} if AMOUNT == "all" else set())
     assert compiled.count(few) == 4
 
@@ -75,4 +78,4 @@ CODED_ELSEWHERE = CODED_EXPERTS.replace("H200", "A100")
 def test_mixtures_of_experts_in_codes_compile_for_cards_without_gluon(tmp_path: Path, model: str) -> None:
     compiled = run(tmp_path, "-c", CODED_ELSEWHERE, model, AMOUNT)
     names = {name.partition(":")[0] for name in compiled}
-    assert names == {"_route_kernel", "_up_kernel", "_down_kernel", "_sort_kernel", "_add_kernel", "_grouped_kernel"}
+    assert names == {*OF_EXPERTS, "_grouped_kernel"}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
 
@@ -15,17 +16,18 @@ from asyncengine.kernels.cuda.experts.codes import stack_codes
 from asyncengine.kernels.cuda.experts.few_rows import multiply_down, multiply_up
 from asyncengine.kernels.cuda.experts.mix import mix
 from asyncengine.kernels.cuda.experts.plan import FEW_ROWS, tiles_for
-from asyncengine.kernels.cuda.experts.route import choose_experts
+from asyncengine.kernels.cuda.experts.route import ROUTED_ROWS, choose_experts, route_rows, takes_rows
 from asyncengine.kernels.cuda.experts.sort import sort_pairs
 from asyncengine.kernels.cuda.experts.stack import stack_experts
 from asyncengine.kernels.cuda.gpu import H200, INTERPRETER
 from asyncengine.kernels.cuda.linear.formats.base import as_tensor
 from asyncengine.kernels.cuda.linear.grouped import CodedRows
-from asyncengine.kernels.cuda.linear.handle import CudaLinear
+from asyncengine.kernels.cuda.linear.handle import CudaLinear, pack
+from asyncengine.kernels.cuda.rows.norms import norm_rows
 from asyncengine.kernels.experts import choose_experts as choose_plainly
 from asyncengine.kernels.float8 import Quantized, pack_float8, quantize, unpack_float8
 from asyncengine.kernels.grouped import make_grouped, round_to_groups, unpack
-from asyncengine.kernels.ops import Activation, Routing, RoutingRule
+from asyncengine.kernels.ops import Activation, Norm, Routing, RoutingRule
 from asyncengine.kernels.weight import INT4, INT8, PackedWeight, dense
 from asyncengine.models.weights.mxfp4 import pack_mxfp4
 
@@ -105,6 +107,47 @@ def test_rows_that_are_no_numbers_are_routed_to_experts_that_there_are(device: t
         assert all(len(row.unique()) == 5 for row in ids)
         assert weights[0].isnan().all()
         assert not weights[3].isnan().any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("norms", [True, False])
+@pytest.mark.parametrize("name", RULES)
+def test_one_launch_norms_and_routes_few_rows(device: torch.device, name: str, norms: bool, dtype: torch.dtype) -> None:
+    """A hidden size of several steps, the last of them in part; the launch leaves its counters as they were."""
+    rule, experts = RULES[name]
+    rule, hidden = on_device(rule._replace(shared="gated" if norms else "none"), device), 604
+    weight = random(experts + norms, hidden, seed=1, dtype=dtype).to(device) * hidden**-0.5
+    bias = random(experts + norms, seed=2, dtype=dtype).to(device) / 4 if dtype == torch.bfloat16 else None
+    norm = Norm(1 + random(hidden, seed=4, dtype=dtype).to(device) / 4, None, 1e-5) if norms else None
+    router = pack([dense(weight)], [bias])
+    for rows in (1, ROUTED_ROWS):
+        x = random(rows, hidden + 4, seed=rows, dtype=dtype).to(device)[:, :hidden]
+        assert takes_rows(rows, router, norm)
+        arrivals = torch.zeros(4, dtype=torch.int32, device=device)
+        normed, got = route_rows(
+            x, norm, router, rule, arrivals, H200 if rows > 1 else replace(H200, multiprocessors=4)
+        )
+        wanted = x if norm is None else norm_rows(x, norm)
+        torch.testing.assert_close(normed, wanted, rtol=2.0**-7 if dtype == torch.bfloat16 else 1e-5, atol=1e-6)
+        logits = normed.float() @ weight.float().T + (0 if bias is None else bias.float())
+        expected = choose_plainly(logits, rule)
+        assert torch.equal(got.ids.long().sort(1)[0], expected.ids.sort(1)[0])
+        torch.testing.assert_close(got.weights.sort(1)[0], expected.weights.sort(1)[0], rtol=1e-4, atol=1e-5)
+        assert not arrivals.any()
+
+
+def test_rows_that_one_launch_does_not_route() -> None:
+    weight, gains = random(4, 8, seed=1), torch.ones(8)
+    router, norm, counters = pack([dense(weight)], [None]), Norm(gains, gains, 1e-5), torch.zeros(8, dtype=torch.int32)
+    assert takes_rows(ROUTED_ROWS, router, None)
+    assert not takes_rows(ROUTED_ROWS + 1, router, None)
+    assert not takes_rows(1, router, norm)
+    with pytest.raises(ValueError, match="do not fit"):
+        route_rows(random(1, 7, seed=1), None, router, RoutingRule(2), counters, H200)
+    with pytest.raises(ValueError, match="do not fit"):
+        route_rows(random(2, 8, seed=1), None, router, RoutingRule(2), counters[:1], H200)
+    with pytest.raises(ValueError, match="4 experts"):
+        route_rows(random(1, 8, seed=1), None, router, RoutingRule(5), counters, H200)
 
 
 # ---- sorting ----

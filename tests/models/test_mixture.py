@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from asyncengine.config import EngineConfig
 from asyncengine.kernels.cpu.ops import CpuOps
 from asyncengine.kernels.cuda.ops import CudaOps
-from asyncengine.kernels.ops import Activation, Experts, Routing, RoutingRule
+from asyncengine.kernels.ops import Activation, Experts, Norm, Routing, RoutingRule
 from asyncengine.kernels.weight import PackedWeight
 from asyncengine.runner.describe import describe_model
 from asyncengine.runner.steps.model_runner import CpuModelRunner, load_model
@@ -58,11 +58,13 @@ class NotingOps(CpuOps):
         self.counts.append(len(up))
         return super().make_experts(up, down, activation, up_biases, down_biases)
 
-    def route(self, x: torch.Tensor, router: Any, rule: RoutingRule, batch: Any) -> Routing:
+    def route(
+        self, residual: Any, norm: Norm | None, router: Any, rule: RoutingRule, batch: Any
+    ) -> tuple[torch.Tensor, Routing]:
         self.kinds.add(rule.shared)
-        routing = super().route(x, router, rule, batch)
+        x, routing = super().route(residual, norm, router, rule, batch)
         assert routing.ids.shape == (len(x), rule.top_k + (rule.shared != "none"))
-        return routing
+        return x, routing
 
 
 def generate(path: Path) -> tuple[list[int], NotingOps]:

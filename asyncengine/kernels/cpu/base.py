@@ -153,8 +153,11 @@ class BaseOps(Ops[StepBatch, Residual, HandleT]):
     def linear(self, x: Tensor, handle: HandleT, batch: StepBatch) -> Tensor:
         return self.multiply(x, handle, batch)
 
-    def route(self, x: Tensor, router: HandleT, rule: RoutingRule, batch: StepBatch) -> Routing:
-        return experts.choose_experts(self.multiply(x, router, batch, torch.float32), rule)
+    def route(
+        self, residual: Residual, norm: Norm | None, router: HandleT, rule: RoutingRule, batch: StepBatch
+    ) -> tuple[Tensor, Routing]:
+        x = self.plain(residual, batch) if norm is None else self.normed(residual, norm, batch)
+        return x, experts.choose_experts(self.multiply(x, router, batch, torch.float32), rule)
 
     def rms_norm(self, x: Tensor, norm: Norm, batch: StepBatch) -> Tensor:
         return self.norm(x, norm)

@@ -17,7 +17,7 @@ from asyncengine._core import Need
 from asyncengine.kernels.cuda.attention.latent_run import attend, choose_plans
 from asyncengine.kernels.cuda.attention.run import BucketAttention
 from asyncengine.kernels.cuda.experts.mix import MixOptions, adds_up, mix, mix_few, multiply_pairs
-from asyncengine.kernels.cuda.experts.route import choose_experts
+from asyncengine.kernels.cuda.experts.route import ROUTED_ROWS, choose_experts, route_rows, takes_rows
 from asyncengine.kernels.cuda.experts.stack import stack_experts
 from asyncengine.kernels.cuda.gpu import Gpu, describe
 from asyncengine.kernels.cuda.launch.programmatic import TmaOptions
@@ -106,6 +106,8 @@ class CudaOps:
         self.expert_codes = self.options.expert_codes
         self.reduction: Reduction | None = None
         self._projections = Projections(device, self.gpu, self.options.for_tma)
+        self._arrivals = torch.zeros(ROUTED_ROWS, dtype=torch.int32, device=device)
+        """counters of ``route_rows``"""
         self._mixes = MixOptions(gpu=self.gpu, invariant=self.options.batch_invariant, pdl=self.options.pdl)
 
     def make_linear(self, weights: Sequence[PackedWeight], biases: Sequence[Tensor | None]) -> CudaLinear:
@@ -177,11 +179,22 @@ class CudaOps:
         handle = handle.exact()
         return self._product(x, handle, self.choices.plan(handle.site(len(x), handle.format.result_dtype(x))))
 
-    def route(self, x: Tensor, router: CudaLinear, rule: RoutingRule, batch: CudaBatch) -> Routing:
+    def routes_rows(self, x: Tensor, norm: Norm | None, router: CudaLinear) -> bool:
+        """Return whether one kernel norms these rows and chooses their experts."""
+        return not self.options.batch_invariant and takes_rows(len(x), router, norm)
+
+    def route(
+        self, residual: Residual, norm: Norm | None, router: CudaLinear, rule: RoutingRule, batch: CudaBatch
+    ) -> tuple[Tensor, Routing]:
+        pdl = self.options.pdl
+        if self.routes_rows(residual.x, norm, router):
+            x, norm = residual.rows(norm, pdl=pdl)
+            return route_rows(x, norm, router, rule, self._arrivals, self.gpu, pdl=pdl)
+        x = residual.settle() if norm is None else residual.read_by_kernel(norm, pdl=pdl)
         plan = self.choices.plan(router.site(len(x), x.dtype))
         operand = self._projections.operand(x, router, plan)
         logits = as_tensor(self._projections.project(operand, router, plan, dtype=torch.float32))
-        return choose_experts(logits, rule, pdl=self.options.pdl)
+        return x, choose_experts(logits, rule, pdl=pdl)
 
     def rms_norm(self, x: Tensor, norm: Norm, batch: CudaBatch) -> Tensor:
         return norm_rows(x, norm, pdl=self.options.pdl)

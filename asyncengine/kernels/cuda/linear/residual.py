@@ -147,6 +147,12 @@ class Residual:
             self._parts = None
         return y
 
+    def rows(self, norm: Norm | None, *, pdl: bool = False) -> tuple[Tensor, Norm | None]:
+        """Any state to plain: the rows for a kernel that norms them itself, and the norm that is left to it, if any."""
+        if norm is not None and (self._parts is not None or self._makes_norm):
+            return self.read_by_kernel(norm, pdl=pdl), None
+        return self.settle(), norm
+
     def prepare(self, norm: Norm) -> Unnormed | None:
         """put off to plain: the rows for a projection that ends the norm; None in other states, which stay."""
         unnormed = self._launch(norm)
