@@ -267,7 +267,7 @@ def direct_experts_kernel(
             )  # fmt: skip
             if AHEAD:
                 next_pairs = _load_pairs(from_x, eight, within, done, K, WK, UNITS)
-            if not AHEAD:
+            else:
                 pairs = _load_pairs(from_x, eight, within, done - STRIDE, K, WK, UNITS)
             acc = _multiply_step(words, pairs, scale, shift, acc, ones, UNITS, FP4, ONE)
             words, scale = next_words, next_scale
