@@ -66,11 +66,12 @@ class AttentionBlock(NamedTuple):
 
     def attend(self, ops: ModelOps, residual: Residual, cache: LayerKVCache, batch: Batch, is_last: bool) -> Tensor:
         """Everything before the product with ``output``, whose input is returned."""
-        made = ops.norm_linear(residual, self.norm, self.qkv, batch)
-        heads, gate = made.tensor_split((made.shape[1] - self.gate_size,), dim=1)
+        heads, gate = ops.norm_linear(residual, self.norm, self.qkv, batch), None
+        if self.gate_size:
+            heads, gate = heads.tensor_split((heads.shape[1] - self.gate_size,), dim=1)
         x = ops.attention(heads, self.layer, cache, batch)
         ops.exchange(heads, x, residual, self.layer, cache, batch)
-        if self.gate_size:
+        if gate is not None:
             x = ops.gated(x, gate, batch)
         return ops.keep_sampled(x, residual, batch) if is_last else x
 

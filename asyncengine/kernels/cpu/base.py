@@ -281,6 +281,7 @@ class BaseOps(Ops[StepBatch, Residual, HandleT]):
         if not batch.num_lanes:
             return
         assert self.lanes is not None
+        assert heads.is_contiguous()  # otherwise attention prepared a copy
         assert residual.pending is None
         self.lanes.exchange(batch, cache.number, heads.data_ptr(), x.data_ptr(), residual.x.data_ptr())
 
