@@ -146,14 +146,12 @@ class LayerWeights:
 
         With ``fused`` the checkpoint has one of that name, which holds them one below another; ``stored_as`` has the
         names under which it has others. The rows of all but values ("v") take an ``order`` within each head.
-        With ``gated`` each head of queries ("q") has so many rows, and as many of a gate behind. The gates of all heads
-        come last.
+        With ``gated`` each head of queries ("q") has so many rows, and as many of its gate ("gate") behind.
         """
         total, first = sum(sizes.values()), 0
         matrices, biases = [], []
-        for name, size in (*sizes.items(), *([("gate", sizes["q"])] if gated else [])):
-            stored_name = "q" if gated and name == "gate" else stored_as.get(name, name)
-            module = self.module(f"{block}.{fused or stored_name}_proj")
+        for name, size in sizes.items():
+            module = self.module(f"{block}.{fused or stored_as.get(name, name)}_proj")
             rows = (first, first + size) if fused else None
             how: Any = {"cut": cut, "rows": rows, "order": None if name == "v" else order}
             stored = total if fused else size
@@ -185,13 +183,15 @@ def attention_block(layer: LayerWeights, cos_sin: Tensor | None, query_scales: T
     assert cache is not None
     dim, hidden, q_size, kv_size = cache.head_dim, config.hidden_size, config.num_heads * cache.head_dim, cache.width
     order = head_order(config.layer_ropes[layer.index], dim)
+    sizes = {"q": q_size, "k": kv_size, "v": kv_size}
     qkv = layer.linear(
         "self_attn",
-        {"q": q_size, "k": kv_size, "v": kv_size},
+        sizes | {"gate": q_size} if config.gated_queries else sizes,
         hidden,
         "rows",
         bias=config.qkv_bias,
         fused="qkv" if config.fused_qkv else None,
+        stored_as={"gate": "q"},
         order=order,
         gated=dim if config.gated_queries else 0,
     )

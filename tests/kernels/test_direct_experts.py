@@ -58,14 +58,18 @@ CASES: dict[str, tuple[Any, str, torch.dtype, tuple[int, int], DirectPlan, bool]
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_mixtures_of_few_rows_are_those_of_plain_operations(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Weights fill neither the last program nor the last step, and experts have more rows than a tile."""
-    form, activation, dtype, (hidden, inner), plan, biased = CASES[case]
+def run_kernel_in_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     run_in_torch(
         monkeypatch, "direct_experts_kernel", direct, operands, ends, mma_v2=mma, along=lambda *_: None,
         _sigmoid=torch.sigmoid, pairs_layout=lambda *_: None,
     )  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_mixtures_of_few_rows_are_those_of_plain_operations(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights fill neither the last program nor the last step, and experts have more rows than a tile."""
+    form, activation, dtype, (hidden, inner), plan, biased = CASES[case]
+    run_kernel_in_torch(monkeypatch)
     monkeypatch.setattr(mix, "direct_plan_for", lambda *_: plan)
     draw = torch.Generator().manual_seed(1)
 
@@ -105,10 +109,7 @@ def test_the_second_product_reads_weights_of_its_first_step_before_it_waits(monk
         for tensor, known in early:
             tensor.copy_(known)
 
-    run_in_torch(
-        monkeypatch, "direct_experts_kernel", direct, operands, ends, mma_v2=mma, along=lambda *_: None,
-        _sigmoid=torch.sigmoid, pairs_layout=lambda *_: None,
-    )  # fmt: skip
+    run_kernel_in_torch(monkeypatch)
     results = []
     monkeypatch.setattr(direct, "gdc_launch_dependents", begin)
     monkeypatch.setattr(direct, "gdc_wait", partial(begin, before, after))

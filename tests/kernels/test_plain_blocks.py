@@ -183,9 +183,9 @@ def test_a_gated_expert_of_all_rows_is_that_of_transformers(package: Package, dt
         for rows in (1, 9):
             x = package.random(rows, HIDDEN, seed=1, dtype=dtype) * 4
             expected = block(x[None])[0]
-            rows, routing = ops.route(ops.residual(x, NO_STEP), None, router, rule, NO_STEP)
-            assert torch.equal(rows, x)
-            got = ops.experts(rows, routing, experts, NO_STEP)
+            plain, routing = ops.route(ops.residual(x, NO_STEP), None, router, rule, NO_STEP)
+            assert torch.equal(plain, x)
+            got = ops.experts(plain, routing, experts, NO_STEP)
             tolerance = 1e-5 if dtype == torch.float32 else 2.0**-6
             assert got.dtype == dtype
             assert (got - expected).abs().max() <= tolerance * expected.abs().max()

@@ -136,7 +136,7 @@ class BaseOps(Ops[StepBatch, Residual, HandleT]):
         batch: StepBatch,
         activation: Activation | None = None,
     ) -> Tensor:
-        x = self.plain(residual, batch) if norm is None else self.normed(residual, norm, batch)
+        x = self._read(residual, norm, batch)
         y = self.multiply(x, handle, batch)
         return y if activation is None else self.activate(y, activation)
 
@@ -150,13 +150,17 @@ class BaseOps(Ops[StepBatch, Residual, HandleT]):
         pending, residual.pending = residual.pending, None
         return self.norm(residual.x, norm) if pending is None else self.norm(pending, norm, residual.x)
 
+    def _read(self, residual: Residual, norm: Norm | None, batch: StepBatch) -> Tensor:
+        """The normed residual, or without a norm the residual: [T, H]."""
+        return self.plain(residual, batch) if norm is None else self.normed(residual, norm, batch)
+
     def linear(self, x: Tensor, handle: HandleT, batch: StepBatch) -> Tensor:
         return self.multiply(x, handle, batch)
 
     def route(
         self, residual: Residual, norm: Norm | None, router: HandleT, rule: RoutingRule, batch: StepBatch
     ) -> tuple[Tensor, Routing]:
-        x = self.plain(residual, batch) if norm is None else self.normed(residual, norm, batch)
+        x = self._read(residual, norm, batch)
         return x, experts.choose_experts(self.multiply(x, router, batch, torch.float32), rule)
 
     def rms_norm(self, x: Tensor, norm: Norm, batch: StepBatch) -> Tensor:
@@ -301,7 +305,7 @@ class BaseOps(Ops[StepBatch, Residual, HandleT]):
 
     def hidden(self, residual: Residual, norm: Norm | None, batch: StepBatch) -> Tensor:
         wanted = residual if batch.needs & Need.mean else self._sampled(residual, batch)
-        return self.plain(wanted, batch) if norm is None else self.normed(wanted, norm, batch)
+        return self._read(wanted, norm, batch)
 
     def logits(
         self,
@@ -321,7 +325,7 @@ class BaseOps(Ops[StepBatch, Residual, HandleT]):
 
     def _logits(self, residual: Residual, norm: Norm | None, handle: HandleT, batch: StepBatch) -> Tensor:
         """Logits of every token of the residual, float32."""
-        x = self.plain(residual, batch) if norm is None else self.normed(residual, norm, batch)
+        x = self._read(residual, norm, batch)
         return self.multiply(x, handle, batch, torch.float32)
 
     def _sampled(self, residual: Residual, batch: StepBatch) -> Residual:

@@ -66,7 +66,7 @@ def mix_few(
 def adds_up(x: Tensor, routing: Routing, experts: Experts[CudaLinear], **options: Unpack[MixOptions]) -> bool:
     """Return whether ``mix_few`` is for these rows, which are one or two, of weights that direct.py does not take."""
     few = len(x) <= FEW_ROWS and not options.get("invariant")
-    return few and _tiles_of_few(x, routing, experts, options["gpu"]) is None
+    return few and _plan_of_few(x, routing, experts, options["gpu"]) is None
 
 
 def multiply_pairs(
@@ -81,7 +81,7 @@ def multiply_pairs(
     gpu, invariant, pdl = options["gpu"], options.get("invariant", False), options.get("pdl", False)
     inner = _inner_rows(x, routing, experts)
     pairs, top_k = routing.ids.numel(), routing.ids.shape[1]
-    few = None if invariant else _tiles_of_few(x, routing, experts, gpu)
+    few = None if invariant else _plan_of_few(x, routing, experts, gpu)
     if few is not None:
         order = sort_pairs(routing.ids, experts.count, few.up.rows, pdl=pdl)
         multiply = partial(direct.multiply_few, pairs=order, pdl=pdl)
@@ -106,8 +106,8 @@ def _inner_rows(x: Tensor, routing: Routing, experts: Experts[CudaLinear]) -> Te
     return torch.empty((routing.ids.numel(), down.weight.shape[1]), dtype=x.dtype, device=x.device)
 
 
-def _tiles_of_few(x: Tensor, routing: Routing, experts: Experts[CudaLinear], gpu: Gpu) -> DirectPlan | None:
-    """The tiles of the kernel of direct.py, if the card has it and it multiplies such weights and rows."""
+def _plan_of_few(x: Tensor, routing: Routing, experts: Experts[CudaLinear], gpu: Gpu) -> DirectPlan | None:
+    """The tiles of the products of direct.py, if the card has these and they multiply such weights and rows."""
     if not gpu.tma or direct is None or x.stride(0) % 2:
         return None
     weights = [one.weight for one in (*experts.up, *experts.down)]

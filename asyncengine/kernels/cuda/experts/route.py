@@ -27,6 +27,8 @@ ROUTED_ROWS = 2
 """Most rows for ``route_rows``. For four it takes as long as its three parts, and longer for more."""
 _MOST_HELD = 128
 """Elements of the router that a thread has on the way."""
+_LONGEST = 1 << 14
+"""Most elements of a row, which a program has in registers."""
 _LEAST = tl.constexpr(-(1 << 31))
 
 
@@ -224,7 +226,7 @@ def choose_experts(logits: Tensor, rule: RoutingRule, *, pdl: bool = False) -> R
 def takes_rows(rows: int, router: CudaLinear, norm: Norm | None) -> bool:
     """Return whether ``route_rows`` is for so many rows and this router and norm."""
     few = rows <= ROUTED_ROWS and (norm is None or norm.bias is None)
-    return few and isinstance(router.weight, Tensor) and router.weight.shape[1] <= 1 << 14
+    return few and isinstance(router.weight, Tensor) and router.weight.shape[1] <= _LONGEST
 
 
 def route_rows(
