@@ -126,7 +126,7 @@ class Language:
 
     @staticmethod
     def where(condition: torch.Tensor, a: Any, b: Any) -> torch.Tensor:
-        return torch.where(condition.as_subclass(torch.Tensor), a, b)
+        return torch.where(torch.as_tensor(condition).as_subclass(torch.Tensor), a, b)
 
     @staticmethod
     def minimum(a: Any, b: Any) -> torch.Tensor:

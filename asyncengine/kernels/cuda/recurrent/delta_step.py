@@ -2,8 +2,8 @@
 
 A unit of work is a key head of a token, with the value heads that share it. Nobody else reads their part of the states,
 so that it also writes what the next step convolves. A program takes units in turn, and heads of a unit. The state of
-the next head is copied to shared memory while it computes, the first one before it waits for its inputs: it was written
-a step ago. Two programs share a multiprocessor if there is work for them, so that one computes while the other waits.
+the next head is copied to shared memory while it computes. The first one is copied, and the kept inputs of the first
+unit are loaded, before the program waits for the inputs of this step: they were written a step ago. Two programs share a multiprocessor if there is work for them, so that one computes while the other waits.
 """
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call, import-untyped"
 # mypy: disable-error-code="assignment, var-annotated, unreachable, misc, no-redef"
@@ -94,6 +94,25 @@ def delta_step(x: Tensor, mixer: DeltaNet, mixed: Mixed, step: DeviceStep, gpu: 
     return out
 
 
+@gluon.constexpr_function
+def _state_layout(keys, values, vector, warps):
+    """Layout of a state [keys, values]: a thread has ``vector`` neighbouring values of several keys.
+
+    Warps divide the values first, so that a warp sums over keys alone.
+    """
+    lanes = max(1, values // (warps * vector))
+    across = min(warps, values // vector)
+    each = min(4, keys * values // (32 * warps * vector))
+    return gl.BlockedLayout([each, vector], [32 // lanes, lanes], [warps // across, across], [1, 0])
+
+
+@gluon.constexpr_function
+def _buffer_layout(keys, values, vector, warps):
+    """Layout of a state in shared memory, with which the threads of ``_state_layout`` read from all banks at once."""
+    each = min(4, keys * values // (32 * warps * vector))
+    return gl.SwizzledSharedLayout(max(vector, values // warps), each, 8, [1, 0])
+
+
 @gluon.jit
 def _sigmoid(value):
     return 1.0 / (1.0 + gl.exp(-value))
@@ -105,37 +124,73 @@ def _softplus(value):
 
 
 @gluon.jit
-def _load_inputs(source, before, column, inside, begun, CHANNELS: gl.constexpr, SIZE: gl.constexpr):
-    """Inputs of some channels, from the earliest one that is kept to the token's own."""
-    inputs = ()
+def _load_kept(before, column, inside, CHANNELS: gl.constexpr, SIZE: gl.constexpr):
+    """Inputs of some channels that are kept, the earliest one first."""
+    kept = ()
     for k in gl.static_range(SIZE - 1):
-        inputs = inputs + (gl.load(before + k * CHANNELS + column, mask=inside & begun, other=0.0),)
-    return inputs + (gl.load(source + column, mask=inside, other=0.0).to(gl.float32),)
+        kept = kept + (gl.load(before + k * CHANNELS + column, mask=inside, other=0.0),)
+    return kept
 
 
 @gluon.jit
-def _convolve(inputs, weight, bias, column, inside, CHANNELS: gl.constexpr, SIZE: gl.constexpr, BIAS: gl.constexpr):
-    """Activated results of some channels."""
-    y = inputs[0] * gl.load(weight + column, mask=inside, other=0.0)
-    for k in gl.static_range(1, SIZE):
-        y += inputs[k] * gl.load(weight + k * CHANNELS + column, mask=inside, other=0.0)
+def _convolve(kept, own, begun, weight, bias, column, inside, CHANNELS: gl.constexpr, SIZE: gl.constexpr,
+              BIAS: gl.constexpr):  # fmt: skip
+    """Activated results of some channels. What is kept counts for tokens of a row that has begun."""
+    y = own * gl.load(weight + (SIZE - 1) * CHANNELS + column, mask=inside, other=0.0)
+    for k in gl.static_range(SIZE - 1):
+        y += gl.where(begun, kept[k], 0.0) * gl.load(weight + k * CHANNELS + column, mask=inside, other=0.0)
     if BIAS:
         y += gl.load(bias + column, mask=inside, other=0.0)
     return y * _sigmoid(y)
 
 
 @gluon.jit
-def _keep(inputs, before, column, inside, CHANNELS: gl.constexpr, SIZE: gl.constexpr):
+def _keep(kept, own, begun, before, column, inside, CHANNELS: gl.constexpr, SIZE: gl.constexpr):
     """All inputs but the earliest become what is kept."""
-    for k in gl.static_range(1, SIZE):
-        gl.store(before + (k - 1) * CHANNELS + column, inputs[k], mask=inside)
+    for k in gl.static_range(1, SIZE - 1):
+        gl.store(before + (k - 1) * CHANNELS + column, gl.where(begun, kept[k], 0.0), mask=inside)
+    gl.store(before + (SIZE - 2) * CHANNELS + column, own, mask=inside)
 
 
 @gluon.jit
-def _fetch(states, slot, head, wanted, place, buffer, state_stride, NUMBERS: gl.constexpr):
-    """Ask for the state of a head."""
+def _load_all_kept(
+    conv_states, conv_stride, unit, slot, key, value, one, KEY_HEADS: gl.constexpr, KEYS: gl.constexpr,
+    VALUES: gl.constexpr, SHARE: gl.constexpr, SIZE: gl.constexpr,
+):  # fmt: skip
+    """What is kept of a unit's queries and keys, and of its values. ``slot`` is negative if nothing is wanted."""
+    CHANNELS: gl.constexpr = (2 * KEYS + SHARE * VALUES) * KEY_HEADS
+    before = conv_states + gl.maximum(slot, 0).to(gl.int64) * conv_stride
+    group = unit % KEY_HEADS
+    of_values = 2 * KEY_HEADS * KEYS + group * (SHARE * VALUES) + value
+    in_keys, in_own = (key >= 0) & (slot >= 0), (value >= 0) & (one < SHARE) & (slot >= 0)
+    keys = _load_kept(before, group * KEYS + key, in_keys, CHANNELS, SIZE)
+    return keys, _load_kept(before, of_values, in_own, CHANNELS, SIZE)
+
+
+@gluon.jit
+def _load_own(
+    x, x_stride, unit, slot, key, value, one, of_heads, KEY_HEADS: gl.constexpr, KEYS: gl.constexpr,
+    VALUES: gl.constexpr, SHARE: gl.constexpr,
+):  # fmt: skip
+    """A unit's part of its token: queries and keys, values, their gate, rates and times. See ``_load_all_kept``."""
+    HEADS: gl.constexpr = KEY_HEADS * SHARE
+    CHANNELS: gl.constexpr = 2 * KEY_HEADS * KEYS + HEADS * VALUES
+    RATES: gl.constexpr = CHANNELS + HEADS * VALUES
+    source, group = x + unit // KEY_HEADS * x_stride, unit % KEY_HEADS
+    in_keys, in_own = (key >= 0) & (slot >= 0), (value >= 0) & (one < SHARE) & (slot >= 0)
+    own, head, known = group * (SHARE * VALUES) + value, group * SHARE + of_heads, (of_heads < SHARE) & (slot >= 0)
+    keys = gl.load(source + group * KEYS + key, mask=in_keys, other=0.0).to(gl.float32)
+    values = gl.load(source + 2 * KEY_HEADS * KEYS + own, mask=in_own, other=0.0).to(gl.float32)
+    gate = gl.load(source + CHANNELS + own, mask=in_own, other=0.0).to(gl.float32)
+    rates = gl.load(source + RATES + head, mask=known, other=0.0).to(gl.float32)
+    return keys, values, gate, rates, gl.load(source + RATES + HEADS + head, mask=known, other=0.0).to(gl.float32)
+
+
+@gluon.jit
+def _fetch(states, slot, head, place, buffer, state_stride, NUMBERS: gl.constexpr):
+    """Ask for the state of a head, of no slot if ``slot`` is negative."""
     source = states + gl.maximum(slot, 0).to(gl.int64) * state_stride + head * NUMBERS + place
-    async_copy.async_copy_global_to_shared(buffer, source, mask=(place >= 0) & (wanted & (slot >= 0)))
+    async_copy.async_copy_global_to_shared(buffer, source, mask=(place >= 0) & (slot >= 0))
     async_copy.commit_group()
 
 
@@ -182,88 +237,97 @@ def _delta_step_kernel(
     CHANNELS: gl.constexpr = 2 * KEY_HEADS * KEYS + INNER
     NUMBERS: gl.constexpr = KEYS * VALUES
     state_stride *= VECTOR
-    ACROSS: gl.constexpr = VALUES // VECTOR if VALUES < 32 * VECTOR else 32
-    STATE: gl.constexpr = gl.BlockedLayout(
-        [KEYS * ACROSS // (32 * WARPS), VECTOR], [32 // ACROSS, ACROSS], [WARPS, 1], [1, 0]
-    )
+    STATE: gl.constexpr = _state_layout(KEYS, VALUES, VECTOR, WARPS)
+    OF_KEYS: gl.constexpr = gl.SliceLayout(1, STATE)
+    OF_VALUES: gl.constexpr = gl.SliceLayout(0, STATE)
     ROWS: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [2, WARPS // 2], [1, 0])
     OF_HEADS: gl.constexpr = gl.SliceLayout(1, gl.BlockedLayout([SHARE_TILE, 1], [1, 32], [1, WARPS], [1, 0]))
     TILE: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     buffers = gl.allocate_shared_memory(
-        states.dtype.element_ty, [BUFFERS, KEYS, VALUES], gl.SwizzledSharedLayout(VECTOR, 1, 1, [1, 0])
+        states.dtype.element_ty, [BUFFERS, KEYS, VALUES], _buffer_layout(KEYS, VALUES, VECTOR, WARPS)
     )
     keys_shared = gl.allocate_shared_memory(gl.float32, [2, KEYS], TILE)
     values_shared = gl.allocate_shared_memory(gl.float32, [SHARE_TILE, VALUES], TILE)
     results_shared = gl.allocate_shared_memory(gl.float32, [SHARE_TILE, VALUES], TILE)
 
     first, step = gl.program_id(0), gl.num_programs(0)
-    place = gl.arange(0, KEYS, gl.SliceLayout(1, STATE))[:, None] * VALUES
-    place = place + gl.arange(0, VALUES, gl.SliceLayout(0, STATE))[None, :]
+    place = gl.arange(0, KEYS, OF_KEYS)[:, None] * VALUES + gl.arange(0, VALUES, OF_VALUES)[None, :]
     which = gl.arange(0, 2, gl.SliceLayout(1, ROWS))[:, None]
-    key = gl.arange(0, KEYS, gl.SliceLayout(0, ROWS))[None, :]
+    key = which * (KEY_HEADS * KEYS) + gl.arange(0, KEYS, gl.SliceLayout(0, ROWS))[None, :]
     one = gl.arange(0, SHARE_TILE, gl.SliceLayout(1, ROWS))[:, None]
-    value = gl.arange(0, VALUES, gl.SliceLayout(0, ROWS))[None, :]
+    value = one * VALUES + gl.arange(0, VALUES, gl.SliceLayout(0, ROWS))[None, :]
     of_heads = gl.arange(0, SHARE_TILE, OF_HEADS)
-    next_slot = gl.load(token_slot + first // KEY_HEADS)
+    slot = gl.load(token_slot + first // KEY_HEADS)
+    position = gl.load(positions + first // KEY_HEADS)
     for h in gl.static_range(BUFFERS):
         begin = first % KEY_HEADS * SHARE + h
-        _fetch(states, next_slot, begin, True, place, buffers.index(h), state_stride, NUMBERS)
+        _fetch(states, slot, begin, place, buffers.index(h), state_stride, NUMBERS)
+    kept = _load_all_kept(conv_states, conv_stride, first, slot, key, value, one, KEY_HEADS, KEYS, VALUES, SHARE, SIZE)
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
-
     for unit in range(first, units, step):
-        group, token = unit % KEY_HEADS, unit // KEY_HEADS
-        slot, next_unit = next_slot, unit + step
-        position = gl.load(positions + token)
-        next_slot = gl.load(token_slot + gl.minimum(next_unit, units - 1) // KEY_HEADS)
+        group, token, next_unit = unit % KEY_HEADS, unit // KEY_HEADS, unit + step
+        following = gl.minimum(next_unit, units - 1)
+        next_slot = gl.load(token_slot + following // KEY_HEADS)
+        next_position = gl.load(positions + following // KEY_HEADS)
         there = slot >= 0
         begun = there & (position > 0)
         home = gl.maximum(slot, 0).to(gl.int64)
-        before, source = conv_states + home * conv_stride, x + token * x_stride
-        of_keys = (which * KEY_HEADS + group) * KEYS + key
-        own = (group * SHARE + one) * VALUES + value
-        of_values = 2 * KEY_HEADS * KEYS + own
-        in_keys, in_own = (key >= 0) & (which >= 0) & there, (value >= 0) & (one < SHARE) & there
-        keys = _load_inputs(source, before, of_keys, in_keys, begun, CHANNELS, SIZE)
-        values = _load_inputs(source, before, of_values, in_own, begun, CHANNELS, SIZE)
-        factor = gl.load(source + CHANNELS + own, mask=in_own, other=0.0).to(gl.float32)
+        before = conv_states + home * conv_stride
+        of_keys, of_own = group * KEYS + key, group * (SHARE * VALUES) + value
+        of_values = 2 * KEY_HEADS * KEYS + of_own
+        in_keys, in_own = (key >= 0) & there, (value >= 0) & (one < SHARE) & there
         head, known = group * SHARE + of_heads, (of_heads < SHARE) & there
-        rates = _sigmoid(gl.load(source + CHANNELS + INNER + head, mask=known, other=0.0).to(gl.float32))
-        times = gl.load(source + CHANNELS + INNER + HEADS + head, mask=known, other=0.0).to(gl.float32)
+        new_keys, new_values, factor, rates, times = _load_own(
+            x, x_stride, unit, slot, key, value, one, of_heads, KEY_HEADS, KEYS, VALUES, SHARE
+        )
+        keys_shared.store(
+            _convolve(kept[0], new_keys, begun, weight, conv_bias, of_keys, in_keys, CHANNELS, SIZE, BIAS)
+        )
+        values_shared.store(
+            _convolve(kept[1], new_values, begun, weight, conv_bias, of_values, in_own, CHANNELS, SIZE, BIAS)
+        )
+        rates = _sigmoid(rates)
         times += gl.load(dt_bias + head, mask=known, other=0.0)
         fades = gl.exp(gl.load(decay + head, mask=known, other=0.0) * _softplus(times))
-        made = _convolve(keys, weight, conv_bias, of_keys, in_keys, CHANNELS, SIZE, BIAS)
-        made *= gl.rsqrt(gl.sum(made * made, 1) + 1e-6)[:, None]
-        made *= gl.where(which == 0, scale, 1.0)
-        gl.thread_barrier()  # what was in shared memory for the unit before has been read
-        keys_shared.store(made)
-        values_shared.store(_convolve(values, weight, conv_bias, of_values, in_own, CHANNELS, SIZE, BIAS))
-        gl.thread_barrier()  # all have read the inputs that change now
-        _keep(keys, before, of_keys, in_keys, CHANNELS, SIZE)
-        _keep(values, before, of_values, in_own, CHANNELS, SIZE)
+        gl.thread_barrier()  # all threads have the inputs that change now
+        _keep(kept[0], new_keys, begun, before, of_keys, in_keys, CHANNELS, SIZE)
+        _keep(kept[1], new_values, begun, before, of_values, in_own, CHANNELS, SIZE)
+        wanted = gl.where(next_unit < units, next_slot, -1)
+        q, k = _row(keys_shared, 0).load(OF_KEYS), _row(keys_shared, 1).load(OF_KEYS)
+        q_unit, k_unit = gl.rsqrt(gl.sum(q * q, 0) + 1e-6) * scale, gl.rsqrt(gl.sum(k * k, 0) + 1e-6)
+        together = gl.sum(q * k, 0) * q_unit * k_unit
         for h in gl.static_range(SHARE):
             async_copy.wait_group(BUFFERS - 1)
             buffer = buffers.index(h % BUFFERS)
             state = gl.where(begun, buffer.load(STATE).to(gl.float32), 0.0)
             if h + BUFFERS < SHARE:
-                _fetch(states, slot, group * SHARE + h + BUFFERS, True, place, buffer, state_stride, NUMBERS)
+                _fetch(states, slot, group * SHARE + h + BUFFERS, place, buffer, state_stride, NUMBERS)
             else:
-                next_head, wanted = next_unit % KEY_HEADS * SHARE + h + BUFFERS - SHARE, next_unit < units
-                _fetch(states, next_slot, next_head, wanted, place, buffer, state_stride, NUMBERS)
-            kept = gl.sum(gl.where(of_heads == h, fades, 0.0), 0) * state
-            k = _row(keys_shared, 1).load(gl.SliceLayout(1, STATE))
+                next_head = next_unit % KEY_HEADS * SHARE + h + BUFFERS - SHARE
+                _fetch(states, wanted, next_head, place, buffer, state_stride, NUMBERS)
+            state *= gl.sum(gl.where(of_heads == h, fades, 0.0), 0)
             rate = gl.sum(gl.where(of_heads == h, rates, 0.0), 0)
-            change = rate * (_row(values_shared, h).load(gl.SliceLayout(0, STATE)) - gl.sum(k[:, None] * kept, 0))
-            new = kept + k[:, None] * change[None, :]
+            q = _row(keys_shared, 0).load(OF_KEYS)  # again, since registers have no room for a unit's
+            result = gl.sum(q[:, None] * state, 0) * q_unit
+            k = _row(keys_shared, 1).load(OF_KEYS)
+            of_state = gl.sum(k[:, None] * state, 0) * k_unit
+            change = rate * (_row(values_shared, h).load(OF_VALUES) - of_state)
+            result += together * change
+            state += k[:, None] * (k_unit * change)[None, :]
             target = states + home * state_stride + (group * SHARE + h) * NUMBERS + place
-            gl.store(target, new.to(states.dtype.element_ty), mask=(place >= 0) & there, cache_modifier=".cs")
-            q = _row(keys_shared, 0).load(gl.SliceLayout(1, STATE))
-            _row(results_shared, h).store(gl.sum(q[:, None] * new, 0))
+            gl.store(target, state.to(states.dtype.element_ty), mask=(place >= 0) & there, cache_modifier=".cs")
+            _row(results_shared, h).store(result)
+        gl.thread_barrier()
         results = results_shared.load(ROWS)
         results *= gl.rsqrt(gl.sum(results * results, 1) / VALUES + eps)[:, None]
-        results = results * gl.load(norm + own % VALUES) * (factor * _sigmoid(factor))
+        results = results * gl.load(norm + value % VALUES) * (factor * _sigmoid(factor))
         results = gl.where(there, results, 0.0)
-        at = out + token * INNER + own
+        at = out + token * INNER + of_own
         gl.store(at, results.to(out.dtype.element_ty), mask=(value >= 0) & (one < SHARE))
+        kept = _load_all_kept(
+            conv_states, conv_stride, following, wanted, key, value, one, KEY_HEADS, KEYS, VALUES, SHARE, SIZE
+        )
+        slot, position = next_slot, next_position
     async_copy.wait_group(0)
