@@ -36,8 +36,8 @@ _REGISTERS = 65536 // (32 * _WARPS * _PROGRAMS)
 
 
 def takes_step(mixer: DeltaNet, tokens: int, gpu: Gpu) -> bool:
-    """Return whether the kernel runs for this mixer, and a step has units for half of the multiprocessors."""
-    return has_step(mixer, gpu) and 2 * tokens * mixer.key_heads >= gpu.multiprocessors
+    """Return whether the kernel runs for this mixer, and a step has units for a quarter of the multiprocessors."""
+    return has_step(mixer, gpu) and 4 * tokens * mixer.key_heads >= gpu.multiprocessors
 
 
 def has_step(mixer: DeltaNet, gpu: Gpu) -> bool:
@@ -104,6 +104,13 @@ def _state_layout(keys, values, vector, warps):
     across = min(warps, values // vector)
     each = min(4, keys * values // (32 * warps * vector))
     return gl.BlockedLayout([each, vector], [32 // lanes, lanes], [warps // across, across], [1, 0])
+
+
+@gluon.constexpr_function
+def _copied_layout(values, vector, warps):
+    """Layout in which a state is copied: a warp copies whole rows, or at least 32 neighbouring vectors."""
+    across = min(32, values // vector)
+    return gl.BlockedLayout([1, vector], [32 // across, across], [warps, 1], [1, 0])
 
 
 @gluon.constexpr_function
@@ -238,6 +245,7 @@ def _delta_step_kernel(
     NUMBERS: gl.constexpr = KEYS * VALUES
     state_stride *= VECTOR
     STATE: gl.constexpr = _state_layout(KEYS, VALUES, VECTOR, WARPS)
+    COPIED: gl.constexpr = _copied_layout(VALUES, VECTOR, WARPS)
     OF_KEYS: gl.constexpr = gl.SliceLayout(1, STATE)
     OF_VALUES: gl.constexpr = gl.SliceLayout(0, STATE)
     ROWS: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [2, WARPS // 2], [1, 0])
@@ -252,6 +260,8 @@ def _delta_step_kernel(
 
     first, step = gl.program_id(0), gl.num_programs(0)
     place = gl.arange(0, KEYS, OF_KEYS)[:, None] * VALUES + gl.arange(0, VALUES, OF_VALUES)[None, :]
+    copied = gl.arange(0, KEYS, gl.SliceLayout(1, COPIED))[:, None] * VALUES
+    copied = copied + gl.arange(0, VALUES, gl.SliceLayout(0, COPIED))[None, :]
     which = gl.arange(0, 2, gl.SliceLayout(1, ROWS))[:, None]
     key = which * (KEY_HEADS * KEYS) + gl.arange(0, KEYS, gl.SliceLayout(0, ROWS))[None, :]
     one = gl.arange(0, SHARE_TILE, gl.SliceLayout(1, ROWS))[:, None]
@@ -261,7 +271,7 @@ def _delta_step_kernel(
     position = gl.load(positions + first // KEY_HEADS)
     for h in gl.static_range(BUFFERS):
         begin = first % KEY_HEADS * SHARE + h
-        _fetch(states, slot, begin, place, buffers.index(h), state_stride, NUMBERS)
+        _fetch(states, slot, begin, copied, buffers.index(h), state_stride, NUMBERS)
     kept = _load_all_kept(conv_states, conv_stride, first, slot, key, value, one, KEY_HEADS, KEYS, VALUES, SHARE, SIZE)
     if PDL:
         gdc_wait()
@@ -303,10 +313,10 @@ def _delta_step_kernel(
             buffer = buffers.index(h % BUFFERS)
             state = gl.where(begun, buffer.load(STATE).to(gl.float32), 0.0)
             if h + BUFFERS < SHARE:
-                _fetch(states, slot, group * SHARE + h + BUFFERS, place, buffer, state_stride, NUMBERS)
+                _fetch(states, slot, group * SHARE + h + BUFFERS, copied, buffer, state_stride, NUMBERS)
             else:
                 next_head = next_unit % KEY_HEADS * SHARE + h + BUFFERS - SHARE
-                _fetch(states, wanted, next_head, place, buffer, state_stride, NUMBERS)
+                _fetch(states, wanted, next_head, copied, buffer, state_stride, NUMBERS)
             state *= gl.sum(gl.where(of_heads == h, fades, 0.0), 0)
             rate = gl.sum(gl.where(of_heads == h, rates, 0.0), 0)
             q = _row(keys_shared, 0).load(OF_KEYS)  # again, since registers have no room for a unit's
