@@ -46,7 +46,8 @@ for name, kernel in compiled.items():
     assert kernel.metadata.shared <= H200.shared_bytes, (name, kernel.metadata.shared)
     ptx = kernel.asm["ptx"]
     words = [word for word in ("wgmma", "griddepcontrol.wait") if word in ptx]
-    loop = "".join(ptx.split("mma.sync")[1:-1])
+    between = ptx.split("mma.sync")[1:-1]  # one part may store results: it ends one loop, and another one follows
+    loop = "".join(part for part in between if "st.global" not in part)
     words += [word for word in ("bar.sync", "shared", "shfl") if word in loop]
     print(":".join([name.split()[0], *words, *spills(kernel)]))
 """

@@ -70,7 +70,7 @@ def test_mixtures_of_few_rows_are_those_of_plain_operations(case: str, monkeypat
     """Weights fill neither the last program nor the last step, and experts have more rows than a tile."""
     form, activation, dtype, (hidden, inner), plan, biased = CASES[case]
     run_kernel_in_torch(monkeypatch)
-    monkeypatch.setattr(mix, "direct_plan_for", lambda *_: plan)
+    monkeypatch.setattr(mix, "direct_plan_for", lambda *_, **__: plan)
     draw = torch.Generator().manual_seed(1)
 
     def random(*shape: int) -> Tensor:

@@ -143,49 +143,20 @@ def _multiply_step(words, pairs, scale, shift, acc, ones, UNITS: gl.constexpr, F
     return acc
 
 
-@partial(GluonKernel, do_not_specialize=["limit"])
-def direct_experts_kernel(
-    x,
-    codes,
-    scales,
-    bias,
-    factors,
-    order,
-    tiles,
-    out,
-    limit,
-    columns,
-    x_stride,
-    K: gl.constexpr,
-    G: gl.constexpr,
-    PITCH: gl.constexpr,
-    FP4: gl.constexpr,
-    PAIRS_PER_ROW: gl.constexpr,
-    BM: gl.constexpr,
-    BN: gl.constexpr,
-    UNITS: gl.constexpr,
-    AHEAD: gl.constexpr,
-    HALF: gl.constexpr,
-    FUSED: gl.constexpr,
-    GATED: gl.constexpr,
-    BIAS: gl.constexpr,
-    WEIGHTED: gl.constexpr,
-    WK: gl.constexpr,
-    WN: gl.constexpr,
-    PDL: gl.constexpr,
-):
-    """Grid: tiles of rows, programs of BN rows of the weight. x and codes are int32, x_stride is in these; of floats
-    scales are too, and PITCH is that of a row of scales.
+@gluon.jit
+def _multiply_rows(
+    x, bias, factors, order, out, columns, x_stride, expert, first, count, column, at_codes, tile, at_scales, warp,
+    shift, words, scale, K: gl.constexpr, G: gl.constexpr, FP4: gl.constexpr, PAIRS_PER_ROW: gl.constexpr,
+    BM: gl.constexpr, BN: gl.constexpr, UNITS: gl.constexpr, AHEAD: gl.constexpr, HALF: gl.constexpr,
+    FUSED: gl.constexpr, GATED: gl.constexpr, BIAS: gl.constexpr, WEIGHTED: gl.constexpr, WK: gl.constexpr,
+    WN: gl.constexpr, PDL: gl.constexpr,
+):  # fmt: skip
+    """The products of up to BM rows of one expert, whose weights of the first step are loaded.
 
-    A step is UNITS tiles of K for each of WK warps, whose rows WN warps divide. AHEAD: x of the next step is loaded in
-    this one. HALF: x is float16, and not bfloat16.
-
-    A second product, which is WEIGHTED, reads its first weights while the first one runs: that one lets it start only
-    when the sorted pairs are there.
+    Pairs of x [WK, BM, 64] of a unit have the layout PAIRS.
     """
     dtype: gl.constexpr = gl.float16 if HALF else gl.bfloat16
     WIDTH: gl.constexpr = BN // 2 if GATED else BN
-    RB: gl.constexpr = BN // 16
     KT: gl.constexpr = (K + 127) // 128
     STRIDE: gl.constexpr = WK * UNITS
     STEPS: gl.constexpr = (KT + STRIDE - 1) // STRIDE
@@ -199,42 +170,9 @@ def direct_experts_kernel(
         [WK, BN // THREADS, 1], [1, THREADS, 32 // THREADS], [1, 1, WARPS], [1, 2, 0]
     )
     SUMS: gl.constexpr = gl.SliceLayout(0, TOGETHER)
-    ROWS: gl.constexpr = gl.SliceLayout(2, PARTS)
-    # Words [WK, RB, 2 blocks of 8 rows, 128], and pairs of x [WK, BM, 64], of a unit.
-    WORDS: gl.constexpr = gl.BlockedLayout([1, 1, 2, 4], [1, 1, 1, 32], [WK, WN, 1, 1], [3, 2, 1, 0])
-    LANES: gl.constexpr = gl.BlockedLayout([1, 1, 2, 1], [1, 1, 1, 32], [WK, WN, 1, 1], [3, 2, 1, 0])
     PAIRS: gl.constexpr = pairs_layout(WK, WN, BM)
-    if PDL:
-        if not WEIGHTED:
-            gdc_wait()
-        gdc_launch_dependents()
-    number, program = gl.program_id(0), gl.program_id(1)
-    expert = gl.load(tiles + number)
-    first = gl.load(tiles + limit + number)
-    count = gl.load(tiles + 2 * limit + number)
-    if number >= gl.load(tiles + 3 * limit):
-        return
-    column = program * WIDTH
     all_rows = columns * 2 if GATED else columns
-    eights = columns // 8
-
-    tile = gl.arange(0, WK, along(WORDS, 0, 4))[:, None, None, None]
-    block = _blocks_of_rows(program * RB, expert, eights, RB, GATED, WORDS)
-    at_codes = codes + block.to(gl.int64) * (KT * 128) + gl.arange(0, 128, along(WORDS, 3, 4))[None, None, None, :]
-    shift = 0
-    if FP4:
-        lane = gl.arange(0, 32, along(LANES, 3, 4))[None, None, None, :]
-        warp = gl.arange(0, WK, along(LANES, 0, 4))[:, None, None, None]
-        own_row = _blocks_of_rows(program * RB, expert, eights, RB, GATED, LANES) * 8 + lane // 4
-        at_scales = scales + own_row.to(gl.int64) * PITCH
-        shift = lane % 4 // 2 * 8
-    else:
-        warp = gl.arange(0, WK, gl.SliceLayout(1, ROWS))
-        place = gl.arange(0, BN, gl.SliceLayout(0, ROWS))
-        weight_row = gl.minimum(weight_row_at(place, column, columns, GATED), all_rows - 1) + expert * all_rows
-        at_scales = scales + weight_row.to(gl.int64)[None, :] * PITCH
     ones = gl.full([WK, BN, 16], UNIT, dtype, gl.DotOperandLayout(0, PARTS, 2))
-    words, scale = _load_weights(at_codes, tile, at_scales, warp, 0, KT, K // G, G, FP4, WK, UNITS)
 
     place_in_x = gl.arange(0, 64, along(PAIRS, 2, 3))[None, None, :]
     eight = gl.arange(0, WK, along(PAIRS, 0, 3))[:, None, None] * 64 + place_in_x // 8 * 8
@@ -297,6 +235,98 @@ def direct_experts_kernel(
         y *= factor.to(gl.float32)[None, :]
     at = out + pair.to(gl.int64)[None, :] * columns + n[:, None]
     gl.store(at, y.to(out.dtype.element_ty), mask=(m < count)[None, :] & (n < columns)[:, None])
+
+
+@partial(GluonKernel, do_not_specialize=["limit"])
+def direct_experts_kernel(
+    x,
+    codes,
+    scales,
+    bias,
+    factors,
+    order,
+    tiles,
+    out,
+    limit,
+    columns,
+    x_stride,
+    K: gl.constexpr,
+    G: gl.constexpr,
+    PITCH: gl.constexpr,
+    FP4: gl.constexpr,
+    PAIRS_PER_ROW: gl.constexpr,
+    BM: gl.constexpr,
+    BN: gl.constexpr,
+    UNITS: gl.constexpr,
+    AHEAD: gl.constexpr,
+    HALF: gl.constexpr,
+    FUSED: gl.constexpr,
+    GATED: gl.constexpr,
+    BIAS: gl.constexpr,
+    WEIGHTED: gl.constexpr,
+    WK: gl.constexpr,
+    WN: gl.constexpr,
+    PDL: gl.constexpr,
+):
+    """Grid: tiles of rows, programs of BN rows of the weight. x and codes are int32, x_stride is in these; of floats
+    scales are too, and PITCH is that of a row of scales.
+
+    A step is UNITS tiles of K for each of WK warps, whose rows WN warps divide. AHEAD: x of the next step is loaded in
+    this one. HALF: x is float16, and not bfloat16. A tile with rows for half of BM or less is computed as such a tile.
+
+    A second product, which is WEIGHTED, reads its first weights while the first one runs: that one lets it start only
+    when the sorted pairs are there.
+    """
+    WIDTH: gl.constexpr = BN // 2 if GATED else BN
+    RB: gl.constexpr = BN // 16
+    KT: gl.constexpr = (K + 127) // 128
+    PARTS: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [WK, WN, 1], [1, 16, 8])
+    ROWS: gl.constexpr = gl.SliceLayout(2, PARTS)
+    # Words [WK, RB, 2 blocks of 8 rows, 128] of a unit.
+    WORDS: gl.constexpr = gl.BlockedLayout([1, 1, 2, 4], [1, 1, 1, 32], [WK, WN, 1, 1], [3, 2, 1, 0])
+    LANES: gl.constexpr = gl.BlockedLayout([1, 1, 2, 1], [1, 1, 1, 32], [WK, WN, 1, 1], [3, 2, 1, 0])
+    if PDL:
+        if not WEIGHTED:
+            gdc_wait()
+        gdc_launch_dependents()
+    number, program = gl.program_id(0), gl.program_id(1)
+    expert = gl.load(tiles + number)
+    first = gl.load(tiles + limit + number)
+    count = gl.load(tiles + 2 * limit + number)
+    if number >= gl.load(tiles + 3 * limit):
+        return
+    column = program * WIDTH
+    all_rows = columns * 2 if GATED else columns
+    eights = columns // 8
+
+    tile = gl.arange(0, WK, along(WORDS, 0, 4))[:, None, None, None]
+    block = _blocks_of_rows(program * RB, expert, eights, RB, GATED, WORDS)
+    at_codes = codes + block.to(gl.int64) * (KT * 128) + gl.arange(0, 128, along(WORDS, 3, 4))[None, None, None, :]
+    shift = 0
+    if FP4:
+        lane = gl.arange(0, 32, along(LANES, 3, 4))[None, None, None, :]
+        warp = gl.arange(0, WK, along(LANES, 0, 4))[:, None, None, None]
+        own_row = _blocks_of_rows(program * RB, expert, eights, RB, GATED, LANES) * 8 + lane // 4
+        at_scales = scales + own_row.to(gl.int64) * PITCH
+        shift = lane % 4 // 2 * 8
+    else:
+        warp = gl.arange(0, WK, gl.SliceLayout(1, ROWS))
+        place = gl.arange(0, BN, gl.SliceLayout(0, ROWS))
+        weight_row = gl.minimum(weight_row_at(place, column, columns, GATED), all_rows - 1) + expert * all_rows
+        at_scales = scales + weight_row.to(gl.int64)[None, :] * PITCH
+    words, scale = _load_weights(at_codes, tile, at_scales, warp, 0, KT, K // G, G, FP4, WK, UNITS)
+    if BM > 8 and count <= BM // 2:
+        _multiply_rows(
+            x, bias, factors, order, out, columns, x_stride, expert, first, count, column, at_codes, tile, at_scales,
+            warp, shift, words, scale, K, G, FP4, PAIRS_PER_ROW, BM // 2, BN, UNITS, AHEAD, HALF, FUSED, GATED, BIAS,
+            WEIGHTED, WK, WN, PDL,
+        )  # fmt: skip
+    else:
+        _multiply_rows(
+            x, bias, factors, order, out, columns, x_stride, expert, first, count, column, at_codes, tile, at_scales,
+            warp, shift, words, scale, K, G, FP4, PAIRS_PER_ROW, BM, BN, UNITS, AHEAD, HALF, FUSED, GATED, BIAS,
+            WEIGHTED, WK, WN, PDL,
+        )  # fmt: skip
 
 
 def takes(weight: CodedRows, dtype: torch.dtype) -> bool:

@@ -111,6 +111,7 @@ def _plan_of_few(x: Tensor, routing: Routing, experts: Experts[CudaLinear], gpu:
     if not gpu.tma or direct is None or x.stride(0) % 2:
         return None
     weights = [one.weight for one in (*experts.up, *experts.down)]
-    if not all(isinstance(weight, CodedRows) and direct.takes(weight, x.dtype) for weight in weights):
+    coded = [weight for weight in weights if isinstance(weight, CodedRows) and direct.takes(weight, x.dtype)]
+    if len(coded) < len(weights):
         return None
-    return direct_plan_for(routing.ids.numel(), experts.count, x.shape[1], weights[-1].shape[1])
+    return direct_plan_for(routing.ids.numel(), experts.count, x.shape[1], coded[-1].shape[1], fp4=coded[0].fp4)

@@ -49,12 +49,14 @@ class DirectPlan(NamedTuple):
     down: DirectTiles
 
 
-def direct_plan_for(pairs: int, experts: int, hidden: int, inner: int) -> DirectPlan | None:
+def direct_plan_for(pairs: int, experts: int, hidden: int, inner: int, *, fp4: bool) -> DirectPlan | None:
     """The tiles of products in the way of direct.py for so many pairs, of weights with ``hidden`` columns and with
-    ``inner``; None if an expert has too many rows on average.
+    ``inner``; None if an expert has too many rows on average. ``fp4``: codes stand for floats.
 
     Few pairs leave multiprocessors without a program unless K is divided, and a warp waits for memory twice if it has
     two steps. Of the others those that have more rows read x more often than weights, and share it between more warps.
+    Floats take more instructions than numbers: with two tiles in a step, programs of full and of half tiles side by
+    side are read again and again.
     """
     rows = 8
     while rows * experts < 2 * pairs:
@@ -65,7 +67,7 @@ def direct_plan_for(pairs: int, experts: int, hidden: int, inner: int) -> Direct
         up, down = (DirectTiles(8, 16, min(3, -(-columns // (8 * 128))), True, 4, 1) for columns in (hidden, inner))
         return DirectPlan(up, down)
     if rows == 16:
-        return DirectPlan(DirectTiles(16, 64, 2, False, 2, 2), DirectTiles(16, 64, 1, False, 2, 2))
+        return DirectPlan(DirectTiles(16, 64, 1 if fp4 else 2, False, 2, 2), DirectTiles(16, 64, 1, False, 2, 2))
     tiles = DirectTiles(8, 32, 2, False, 2, 2) if rows == 8 else DirectTiles(32, 128, 1, False, 1, 4)
     return DirectPlan(tiles, tiles)
 

@@ -3,7 +3,8 @@
 A unit of work is a key head of a token, with the value heads that share it. Nobody else reads their part of the states,
 so that it also writes what the next step convolves. A program takes units in turn, and heads of a unit. The state of
 the next head is copied to shared memory while it computes. The first one is copied, and the kept inputs of the first
-unit are loaded, before the program waits for the inputs of this step: they were written a step ago. Two programs share a multiprocessor if there is work for them, so that one computes while the other waits.
+unit are loaded, before the program waits for the inputs of this step: they were written a step ago. Two programs share
+a multiprocessor if there is work for them, so that one computes while the other waits.
 """
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call, import-untyped"
 # mypy: disable-error-code="assignment, var-annotated, unreachable, misc, no-redef"
