@@ -5,6 +5,7 @@ Against a float64 twin, over caches that are NaN wherever no row looks; see test
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -13,14 +14,15 @@ import torch
 
 from asyncengine.errors import ConfigError
 from asyncengine.kernels.cuda.attention.choose import tma_decode_tile
-from asyncengine.kernels.cuda.attention.plan import LayerKind
+from asyncengine.kernels.cuda.attention.plan import Launch, LayerKind, Tile
+from asyncengine.kernels.cuda.attention.run import launch_all
 from asyncengine.kernels.cuda.attention.work.items import FIRST, LAST, PIECES
 from asyncengine.kernels.cuda.attention.work.lists import WorkList
 from asyncengine.kernels.cuda.gpu import H200
 from tests.gpu.conftest import needs_hopper
 from tests.kernels.poison import poison_new_memory
 from tests.kernels.test_decode_attention import Decode, make_decode
-from tests.kernels.test_paged_attention import Case
+from tests.kernels.test_paged_attention import Case, check, make_world
 
 pytestmark = needs_hopper
 
@@ -32,6 +34,10 @@ MODELS: dict[str, dict[str, Any]] = {
     "five heads": {"num_kv_heads": 3, "group": 5, "head_dim": 128, "norm": False, "rotary": False},
     "eight heads": {"num_kv_heads": 2, "group": 8, "head_dim": 128},
     "gpt-oss": {"num_kv_heads": 2, "group": 8, "head_dim": 64, "norm": False},
+    "gemma-3": {"num_kv_heads": 2, "group": 2, "head_dim": 256},
+    "qwen3.5": {"num_kv_heads": 2, "group": 4, "head_dim": 256},
+    "eight wide heads": {"num_kv_heads": 1, "group": 8, "head_dim": 256},
+    "five wide heads": {"num_kv_heads": 3, "group": 5, "head_dim": 256, "norm": False, "rotary": False},
 }
 """Heads like those of models, fewer groups of them; and of other sizes."""
 EDGES = (0, 1, 2, 15, 16, 17, 31, 48, 63, 64, 65, 79, 80, 127, 128, 129, 255, 300)
@@ -46,15 +52,18 @@ def poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
 def make(
     model: str, contexts: tuple[int | None, ...], *, programs_per_sm: int = 2, stages: int = 0, **case: Any
 ) -> Decode:
-    """Rows of one token after so many; None is a row of none. The tile and the grid are the engine's, of many rows."""
+    """Rows of one token after so many; None is a row of none. The tile and the grid are the engine's, of many rows, or
+    of few if only those are for such heads."""
     fields = {"dtype": torch.bfloat16, "programs": None, "min_split_tokens": 256, **MODELS[model], **case}
     norm, rotary = fields.pop("norm", True), fields.pop("rotary", True)
     rows = tuple((0, 0) if context is None else (1, context) for context in contexts)
     made = Case(rows, **fields)
     tile = tma_decode_tile(LayerKind(made.shape), H200, 16)
-    assert tile is not None
-    most = 6 if programs_per_sm == 1 else tile.stages
-    tile = replace(tile, stages=stages or most, programs_per_sm=programs_per_sm)
+    if tile is None:
+        tile = Tile(16, 64, 4, stages or 3, 1)
+    else:
+        most = 6 if programs_per_sm == 1 else tile.stages
+        tile = replace(tile, stages=stages or most, programs_per_sm=programs_per_sm)
     decode = make_decode(replace(made, tiles=(tile, None)), torch.device("cuda"), norm, rotary)
     return replace(decode, kernel="tma_decode")
 
@@ -71,7 +80,7 @@ def test_edges_of_blocks_and_tiles(model: str, pdl: bool) -> None:
 
 
 @pytest.mark.parametrize("window", [1, 33, 64, 1000])
-@pytest.mark.parametrize("model", ["gpt2", "qwen3"])
+@pytest.mark.parametrize("model", ["gpt2", "qwen3", "gemma-3"])
 def test_windows(model: str, window: int) -> None:
     decode = make(model, (*EDGES, 700), window=window)
     decode.check(decode.world.work(), pdl=True)
@@ -88,7 +97,7 @@ def test_windows(model: str, window: int) -> None:
     ],
     ids=["one row", "more pieces than are read at once", "ragged", "window", "finely"],
 )
-@pytest.mark.parametrize("model", ["gpt2", "qwen3"])
+@pytest.mark.parametrize("model", ["gpt2", "qwen3", "qwen3.5"])
 def test_rows_in_pieces(model: str, contexts: tuple[int, ...], case: dict[str, Any]) -> None:
     decode = make(model, contexts, **case)
     work = decode.world.work()
@@ -96,7 +105,7 @@ def test_rows_in_pieces(model: str, contexts: tuple[int, ...], case: dict[str, A
     assert most_pieces(work) > 1
 
 
-@pytest.mark.parametrize("model", ["gpt-oss", "qwen3"])
+@pytest.mark.parametrize("model", ["gpt-oss", "qwen3", "qwen3.5"])
 @pytest.mark.parametrize("window", [0, 128])
 def test_sinks_take_their_part_of_the_softmax(model: str, window: int) -> None:
     """In whole units, and without a window in those of few and of many pieces."""
@@ -111,7 +120,7 @@ def test_sinks_take_their_part_of_the_softmax(model: str, window: int) -> None:
     assert not torch.equal(decode.attend(*caches, work), without.attend(*caches, work))
 
 
-@pytest.mark.parametrize("model", ["gpt2", "llama"])
+@pytest.mark.parametrize("model", ["gpt2", "llama", "gemma-3"])
 @pytest.mark.parametrize("programs", [1, 24, None], ids=["one team", "few programs", "all"])
 def test_many_rows(model: str, programs: int | None) -> None:
     """Programs take several items, whose tiles they ask for without a pause."""
@@ -162,7 +171,7 @@ def test_edges_apart(model: str, grid: dict[str, int], pdl: bool) -> None:
     ("whole_tokens", "grid"), [(320, {"programs_per_sm": 1}), (320, {}), (64, {"stages": 1})], ids=str
 )
 @pytest.mark.parametrize("contexts", [(287,), (287,) * 8, (700, 5, 287, 544, 64), (5000, 37, 1500), (20000,)], ids=str)
-@pytest.mark.parametrize("model", ["gpt2", "qwen3", "llama"])
+@pytest.mark.parametrize("model", ["gpt2", "qwen3", "llama", "qwen3.5", "eight wide heads"])
 def test_pieces_apart(model: str, contexts: tuple[int, ...], grid: dict[str, int], whole_tokens: int) -> None:
     decode = make(model, contexts, whole_tokens=whole_tokens, **grid)
     work = decode.world.work()
@@ -172,9 +181,10 @@ def test_pieces_apart(model: str, contexts: tuple[int, ...], grid: dict[str, int
 
 @pytest.mark.parametrize("window", [1, 33, 64, 150, 1000])
 @pytest.mark.parametrize("whole_tokens", [64, 128])
-def test_windows_apart(window: int, whole_tokens: int) -> None:
+@pytest.mark.parametrize("model", ["qwen3", "gemma-3"])
+def test_windows_apart(model: str, window: int, whole_tokens: int) -> None:
     """Only the end of a first piece may be in the window."""
-    decode = make("qwen3", (*EDGES, 700, 2000), window=window, whole_tokens=whole_tokens)
+    decode = make(model, (*EDGES, 700, 2000), window=window, whole_tokens=whole_tokens)
     decode.check(decode.world.work(), pdl=True)
 
 
@@ -205,6 +215,21 @@ def test_results_apart_are_the_same_each_time() -> None:
 
 
 # ---- either way ----
+
+
+@pytest.mark.parametrize("pdl", [True, False])
+@pytest.mark.parametrize("window", [0, 150])
+@pytest.mark.parametrize("model", ["qwen3", "gemma-3", "eight wide heads"])
+def test_heads_that_another_kernel_prepared(model: str, window: int, pdl: bool) -> None:
+    """New keys and values come from the cache, queries are taken as they are."""
+    decode = make(model, (None, *EDGES, 700, 2000, None), window=window, whole_tokens=128)
+    case = decode.world.case
+    world = make_world(case, torch.device("cuda"))
+    work = world.work()
+    work.build(world.step)
+    out = torch.full((len(world.q), case.shape.num_heads * case.head_dim), math.nan).to(world.q)
+    launch_all([Launch("tma_decode", work.decode.tile, "one", stored=True)], world.call(work, out, pdl=pdl))
+    check(world, out.cpu())
 
 
 def test_no_slot_is_no_write() -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
 
 import pytest
 import torch
 
 from asyncengine.kernels.cuda import gpu
+from asyncengine.kernels.cuda.attention import choose
 from asyncengine.kernels.cuda.attention.choose import (
     Limits,
     describe,
@@ -18,10 +20,11 @@ from asyncengine.kernels.cuda.attention.choose import (
     paged_tiles,
     short_context,
     short_mixed_context,
+    takes_tma_decode,
     tma_decode_tile,
     tma_prefill_tile,
 )
-from asyncengine.kernels.cuda.attention.plan import AttentionPlan, AttentionShape, Cut, LayerKind, Tile
+from asyncengine.kernels.cuda.attention.plan import AttentionPlan, AttentionShape, Cut, Launch, LayerKind, Tile
 from asyncengine.kernels.cuda.attention.work.lists import StepWork, WorkList
 from asyncengine.kernels.cuda.gpu import H200, Gpu
 from asyncengine.runner.steps.buckets import Bucket, choose_buckets
@@ -33,6 +36,8 @@ SHAPES = {
     "llama-3.1-8b": AttentionShape(32, 8, 128, BF16),
 }
 LLAMA = SHAPES["llama-3.1-8b"]
+WIDE = LayerKind(AttentionShape(16, 4, 256, BF16))
+"""Layers with heads of 256: on an H200, each of 33 rows has a team of programs with a multiprocessor each."""
 LIMITS = Limits(256, 2048, 4096, 16)
 
 
@@ -56,12 +61,14 @@ def buckets_for(layer: LayerKind, card: Gpu, limits: Limits) -> list[Bucket]:
 
 @pytest.mark.parametrize("batch_invariant", [False, True])
 @pytest.mark.parametrize("window", [0, 512])
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("shape", [*SHAPES.values(), WIDE.shape], ids=[*SHAPES, "wide"])
 @pytest.mark.parametrize("card", gpu.KNOWN, ids=lambda card: card.name)
-def test_every_card_has_a_plan_for_every_bucket(card: Gpu, shape: str, window: int, batch_invariant: bool) -> None:
+def test_every_card_has_a_plan_for_every_bucket(
+    card: Gpu, shape: AttentionShape, window: int, batch_invariant: bool
+) -> None:
     """Each plan covers all rows once, asks for nothing that the card lacks, and finds the memory that it works in."""
     limits = replace(LIMITS, max_rows=64, max_tokens=512, max_context=1024, batch_invariant=batch_invariant)
-    layer = LayerKind(SHAPES[shape], window)
+    layer = LayerKind(shape, window)
     plans = describe_all(layer, card, limits)
     room = {"max_rows": limits.max_rows, "max_tokens": limits.max_tokens, "max_context": limits.max_context}
     work = StepWork(list(plans), **room, gpu=card, device=torch.device("meta"))
@@ -126,6 +133,49 @@ def test_which_layers_tma_decode_is_for() -> None:
     assert decode(2, LayerKind(replace(shape, head_dim=64), 128, sinks=True)).launches[0].kernel == "tma_decode"
     for other in ({"dtype": torch.float32}, {"head_dim": 80}, {"num_heads": 80}):
         assert tma_decode_tile(LayerKind(replace(shape, **other)), H200, 16) is None
+
+
+@pytest.mark.parametrize("window", [0, 512])
+@pytest.mark.parametrize("prepared", [False, True])
+def test_few_rows_of_wide_heads_take_tma_decode(window: int, prepared: bool) -> None:
+    """Steps take it at any context, as long as each row has a team with multiprocessors to itself."""
+    layer = WIDE._replace(window=window, prepared=prepared)
+    launch = Launch("tma_decode", Tile(16, 64, 4, 3, 1), "one", stored=prepared)
+    for rows in (2, 8, 33):
+        assert decode(rows, layer) == AttentionPlan(layer, (launch,), Cut("apart", 512))
+        assert decode(rows, layer, max_context=64) == decode(rows, layer)
+        assert short_context(rows, [layer], H200, LIMITS) == 0
+    for rows in (1, 34, 256):
+        assert decode(rows, layer).launches[0].kernel == ("paged" if prepared else "paged_decode")
+        assert short_context(rows, [layer], H200, LIMITS) == few_keys_context(rows, layer.shape, H200)
+        assert late_context(rows, layer, H200, 16) is None
+    assert decode(1, layer, max_context=64).launches[0].kernel == "few_keys"
+
+
+def test_which_wide_heads_take_other_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Mixed steps take paged, and so do layers, blocks and cards that tma_decode is not for."""
+    mixed = plan_for(Bucket(8, 512, False), WIDE)
+    assert [launch.kernel for launch in mixed.launches] == ["paged", "paged"]
+    grouped, float8 = replace(WIDE.shape, num_heads=36), replace(WIDE.shape, float8_cache=True)
+    for layer in (WIDE._replace(softcap=50.0), WIDE._replace(shape=grouped), WIDE._replace(shape=float8)):
+        assert not takes_tma_decode(8, layer, H200, 16)
+    assert not takes_tma_decode(8, WIDE, H200, 32)
+    assert not takes_tma_decode(8, WIDE, gpu.A100, 16)
+    assert takes_tma_decode(8, WIDE, H200, 16)
+    monkeypatch.setattr(choose, "FEWEST_WIDE_ROWS", sys.maxsize)
+    assert decode(8, WIDE).launches[0].kernel == "paged_decode"
+    assert short_context(8, [WIDE], H200, LIMITS) == few_keys_context(8, WIDE.shape, H200) > 0
+
+
+def test_layers_with_one_plan_for_all_contexts_leave_short_ones_to_others() -> None:
+    """In Gemma 4 layers with a window have heads of 256, the others heads of 512, for which few_keys is faster."""
+    widest = LayerKind(AttentionShape(16, 2, 512, BF16), prepared=True)
+    wide = LayerKind(AttentionShape(16, 8, 256, BF16), 1024, prepared=True)
+    short = short_context(4, [wide, widest], H200, LIMITS)
+    assert short == few_keys_context(4, widest.shape, H200) > 0
+    assert [decode(4, layer, max_context=short).launches[0].kernel for layer in (wide, widest)] == [
+        "tma_decode", "few_keys",
+    ]  # fmt: skip
 
 
 def test_which_kernels_mixed_steps_take() -> None:

@@ -5,7 +5,7 @@ work.
 card, a batch-invariant engine or a block size. The kernels:
 
   few_keys      rows that are few or short: no work list, a row's keys are dealt to a fixed count of programs
-  tma_decode    rows of one token, on a card with Hopper's tensor memory accelerator
+  tma_decode    rows of one token, on a card with Hopper's tensor memory accelerator; of heads of 256 a few rows
   tma_prefill   rows of several tokens, likewise
   paged_decode  rows of one token, in steps that have no others
   paged         everything else; with fixed splits, in which alone results do not depend on the batch, all rows
@@ -53,6 +53,9 @@ _LONG_PIECE = 16
 worth its launch. Twice as many where keys are no query heads' in common, which paged_decode would read only once."""
 _WIDE = 256
 """Elements of the largest heads whose results a thread of the usual tiles has registers for."""
+FEWEST_WIDE_ROWS = 2
+"""Decode steps of so many rows at least may take tma_decode for heads of 256. A lone row, whose programs would take 85
+KiB of shared memory each, keeps few_keys (see ``_cut_tma_decode``). With ``sys.maxsize`` no step takes tma_decode."""
 _INVARIANT_SPLITS = 8
 """Pieces of the longest context in batch-invariant mode: more would take more memory, fewer leave the GPU idle."""
 
@@ -79,7 +82,7 @@ def describe_all(layer: LayerKind, gpu: Gpu, limits: Limits) -> set[AttentionPla
 
 def _describe_decode(rows: int, context: int, layer: LayerKind, gpu: Gpu, block_size: int) -> AttentionPlan:
     """Plan attention for steps of one-token rows, after so many tokens at most."""
-    shape, tma = layer.shape, tma_decode_tile(layer, gpu, block_size) is not None
+    shape, tma = layer.shape, takes_tma_decode(rows, layer, gpu, block_size)
     if not _prefers_tma(rows, tma, shape) and context <= few_keys_context(rows, shape, gpu):
         return AttentionPlan(layer, (_few_keys(rows, shape, gpu, stored=layer.prepared),), None)
     if not tma:
@@ -123,15 +126,15 @@ def short_context(rows: int, layers: Sequence[LayerKind], gpu: Gpu, limits: Limi
     """Decode steps of so many rows have another plan while no row has more tokens than this; 0 if they never do,
     or no layer attends.
 
-    They take few_keys, or tma_decode without late teams.
+    They take few_keys, or tma_decode without late teams. Layers with one plan for all contexts leave it to the others.
     """
-    return min((_short_context(rows, layer, gpu, limits) for layer in layers), default=0)
+    return min(filter(None, (_short_context(rows, layer, gpu, limits) for layer in layers)), default=0)
 
 
 def _short_context(rows: int, layer: LayerKind, gpu: Gpu, limits: Limits) -> int:
     if limits.batch_invariant:
         return 0
-    if _prefers_tma(rows, tma_decode_tile(layer, gpu, limits.block_size) is not None, layer.shape):
+    if _prefers_tma(rows, takes_tma_decode(rows, layer, gpu, limits.block_size), layer.shape):
         return late_context(rows, layer, gpu, limits.block_size) or 0
     return few_keys_context(rows, layer.shape, gpu)
 
@@ -274,17 +277,30 @@ def _power_of_2(n: int) -> int:
 # ---- tma_decode and tma_prefill ----
 
 
-def _suits_tma(layer: LayerKind, gpu: Gpu, block_size: int) -> bool:
+def _suits_tma(layer: LayerKind, gpu: Gpu, block_size: int, head_dims: tuple[int, ...] = (64, 128)) -> bool:
     """Return whether kernels in Gluon take such layers and blocks; each kernel has its own limits on head groups."""
     shape = layer.shape
     return (
-        gpu.tma and shape.dtype == torch.bfloat16 and not shape.float8_cache and shape.head_dim in (64, 128)
+        gpu.tma and shape.dtype == torch.bfloat16 and not shape.float8_cache and shape.head_dim in head_dims
         and block_size == 16 and not layer.softcap
     )  # fmt: skip
 
 
+def takes_tma_decode(rows: int, layer: LayerKind, gpu: Gpu, block_size: int) -> bool:
+    """Return whether tma_decode computes decode steps of so many rows.
+
+    Tiles and registers of heads of 256 have room for one program a multiprocessor: they are for rows with a team each.
+    """
+    if layer.shape.head_dim != 256:
+        return tma_decode_tile(layer, gpu, block_size) is not None
+    teams = _tma_decode_tile(layer.shape, 1).count_teams(layer.shape, gpu.multiprocessors)
+    suits = _suits_tma(layer, gpu, block_size, (256,)) and layer.shape.group <= 8
+    return suits and FEWEST_WIDE_ROWS <= rows <= teams
+
+
 def tma_decode_tile(layer: LayerKind, gpu: Gpu, block_size: int) -> Tile | None:
-    """The tile of tma_decode for many rows, four blocks of the cache; None if it is not for such layers or blocks."""
+    """The tile of tma_decode for any count of rows, and beside prompts, four blocks of the cache; None if it is not for
+    such layers or blocks."""
     if not _suits_tma(layer, gpu, block_size) or layer.shape.group > 8:
         return None
     return _tma_decode_tile(layer.shape, 2)

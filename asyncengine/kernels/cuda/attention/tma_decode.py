@@ -1,6 +1,6 @@
 """Attention of one-token rows over a WorkList on Hopper, whose keys flow through shared memory without a pause.
 
-The kernel does the work of paged_decode.py, for heads of 64 and 128 in bfloat16. An item of a few hundred keys is over
+The kernel does the work of paged_decode.py, for heads of 64, 128 and 256 in bfloat16. An item of few keys is over
 before Triton's pipelining has the memory busy, which starts anew with each. Here a warp of its own walks a program's
 items and asks for one tile after another, as far ahead as shared memory holds, whatever the others are at: across
 items, and while the projection that makes queries still runs (programmatic.py). It reads what earlier steps wrote, and
@@ -23,7 +23,6 @@ from dataclasses import replace
 import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
@@ -34,6 +33,7 @@ from asyncengine.kernels.cuda.attention.paged import section_for
 from asyncengine.kernels.cuda.attention.paged_decode import norm_and_rotate, section_of_heads
 from asyncengine.kernels.cuda.attention.plan import Launch
 from asyncengine.kernels.cuda.attention.scores import base2_scale
+from asyncengine.kernels.cuda.attention.tma_fold import BLOCK, KEYS, is_wide, load_queries, take
 from asyncengine.kernels.cuda.attention.tma_results import BLOCKS, GROUP_ROWS, finish, join_warps
 from asyncengine.kernels.cuda.attention.work.items import (
     BEGIN,
@@ -54,9 +54,11 @@ from asyncengine.kernels.cuda.launch.cache_policy import EVICT_FIRST, NO_POLICY
 from asyncengine.kernels.cuda.launch.gluon import GluonKernel, copy_tile, next_power_of_2, stretches, tiles_of
 from asyncengine.kernels.cuda.launch.programmatic import launch_options
 
-BLOCK = gl.constexpr(16)  # tokens of a block of the cache
-KEYS = gl.constexpr(64)
 PREPARING = gl.constexpr(2)  # warps that make queries
+REGISTERS, REGISTERS_WIDE = 128, 192
+"""Registers of a thread on average. The warps that compute take the rest: 200, so that two programs have room on a
+multiprocessor, and 240 for wide heads, which have one to a multiprocessor."""
+OTHERS, OTHERS_WIDE = gl.constexpr([48, 56]), gl.constexpr([48, 144])  # registers of the other warps
 
 _norm_and_rotate = gluon.jit(norm_and_rotate.fn)
 
@@ -86,7 +88,7 @@ def _launch(launch: Launch, call: KernelCall, section: Section) -> None:
     heads, out, layer, step, (k_cache, v_cache, *_) = call.heads, call.out, call.layer, call.step, call.cache
     _, kv_heads, block_size, dim = k_cache.shape
     tile, group = section.tile, layer.num_heads // kv_heads
-    suits = block_size == BLOCK.value and dim in (64, 128) and group <= GROUP_ROWS.value
+    suits = block_size == BLOCK.value and dim in (64, 128, 256) and group <= GROUP_ROWS.value
     if not suits or layer.softcap or heads.dtype != torch.bfloat16 or section.split_tiles or tile.keys != KEYS.value:
         raise ValueError(f"{layer.num_heads} heads of {dim}, blocks of {block_size} and {tile} are for another kernel")
     _tma_decode_kernel[(section.teams * kv_heads,)](
@@ -116,7 +118,7 @@ def _launch(launch: Launch, call: KernelCall, section: Section) -> None:
         STAGES=tile.stages,
         MARK=EVICT_FIRST if call.l2_cache_hints else NO_POLICY,
         num_warps=BLOCKS.value,
-        maxnreg=128,  # on average: the warps that compute take 200, two programs a multiprocessor have them
+        maxnreg=REGISTERS_WIDE if is_wide(dim) else REGISTERS,
         **launch_options(call.pdl),
     )
 
@@ -208,71 +210,6 @@ def _fill(
 
 
 @gluon.jit
-def _sees(tile, first, context, LAYOUT: gl.constexpr):
-    """[BLOCKS, BLOCK]: which lines of a tile hold tokens that the new one sees. See ``_copy``."""
-    block = tile * KEYS + gl.arange(0, BLOCKS, gl.SliceLayout(1, LAYOUT))[:, None] * BLOCK
-    line = gl.arange(0, BLOCK, gl.SliceLayout(0, LAYOUT))[None, :]
-    token = gl.minimum(block, context - BLOCK) + line
-    return token >= gl.maximum(block, first)
-
-
-@gluon.jit
-def _hide_scores(score, tile, first, context, MMA: gl.constexpr):
-    return gl.where(_sees(tile, first, context, gl.SliceLayout(1, MMA))[:, None, :], score, -float("inf"))
-
-
-@gluon.jit
-def _hide_values(v, tile, first, context):
-    """Set the values of tokens that do not exist to 0: their memory may hold anything, and 0 * NaN is NaN."""
-    return gl.where(_sees(tile, first, context, gl.SliceLayout(2, v.type.layout))[:, :, None], v, 0.0)
-
-
-@gluon.jit
-def _take(
-    acc, peak, total, q, k_tiles, v_tiles, ready, free, turn, first, context, tile, scale, MMA: gl.constexpr,
-    RIGHT: gl.constexpr, STAGES: gl.constexpr, TILES: gl.constexpr,
-):  # fmt: skip
-    """Fold one or two tiles into acc [BLOCKS, 16, D], peak and total [BLOCKS, 16]: of each block of its own.
-
-    Two at once take little longer than one: the chain of products and exchanges between threads is as long.
-    """
-    slot, other = turn % STAGES, (turn + 1) % STAGES
-    mbarrier.wait(ready.index(slot), turn // STAGES & 1)
-    k = k_tiles.index(slot).permute((0, 2, 1)).load(RIGHT)
-    score = mma_v2(q, k, gl.zeros([BLOCKS, 16, BLOCK], gl.float32, MMA)) * scale
-    if TILES == 2:
-        mbarrier.wait(ready.index(other), (turn + 1) // STAGES & 1)
-        k = k_tiles.index(other).permute((0, 2, 1)).load(RIGHT)
-        score_2 = mma_v2(q, k, gl.zeros([BLOCKS, 16, BLOCK], gl.float32, MMA)) * scale
-    v = v_tiles.index(slot).load(RIGHT)
-    mbarrier.arrive(free.index(slot))
-    partial = (tile * KEYS < first) | ((tile + TILES) * KEYS > context)
-    if partial:
-        score, v = _hide_scores(score, tile, first, context, MMA), _hide_values(v, tile, first, context)
-        if TILES == 2:
-            score_2 = _hide_scores(score_2, tile + 1, first, context, MMA)
-    if TILES == 2:
-        new_peak = gl.maximum(peak, gl.max(gl.maximum(score, score_2), 2))
-    else:
-        new_peak = gl.maximum(peak, gl.max(score, 2))
-    base = gl.where(new_peak == -float("inf"), 0.0, new_peak)  # a warp that has seen no key yet
-    shrink = gl.exp2(peak - base)
-    weight = gl.exp2(score - base[:, :, None])
-    acc = acc * shrink[:, :, None]
-    LEFT: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
-    acc = mma_v2(gl.convert_layout(weight.to(gl.bfloat16), LEFT), v, acc)
-    if TILES == 2:  # registers have no room for two tiles of values
-        v_2 = v_tiles.index(other).load(RIGHT)
-        mbarrier.arrive(free.index(other))
-        if partial:
-            v_2 = _hide_values(v_2, tile + 1, first, context)
-        weight_2 = gl.exp2(score_2 - base[:, :, None])
-        acc = mma_v2(gl.convert_layout(weight_2.to(gl.bfloat16), LEFT), v_2, acc)
-        weight += weight_2
-    return acc, new_peak, total * shrink + gl.sum(weight, 2)
-
-
-@gluon.jit
 def _cell(cache_slot, head, KV_HEADS: gl.constexpr, D: gl.constexpr):
     """Return the offset of a token's key or value in a cache."""
     return (cache_slot // BLOCK * KV_HEADS + head) * (BLOCK * D) + cache_slot % BLOCK * D
@@ -292,7 +229,7 @@ def _prepare(
     COPIES: gl.constexpr = gl.BlockedLayout([1, 1, D // 32], [1, 1, 32], [1, PREPARING, 1], [2, 1, 0])
     HEADS: gl.constexpr = gl.SliceLayout(0, COPIES)
     MEMBERS: gl.constexpr = next_power_of_2(GROUP)
-    ROWS: gl.constexpr = 2 * GROUP_ROWS
+    ROWS: gl.constexpr = queries.shape[1]
     HALF: gl.constexpr = D // 2
     member = gl.arange(0, MEMBERS, gl.SliceLayout(1, HEADS))[:, None]
     column = gl.arange(0, D, gl.SliceLayout(0, HEADS))[None, :]
@@ -368,8 +305,9 @@ def _attend(
 ):  # fmt: skip
     """The warps that compute. They free a tile's memory as soon as they have it in registers."""
     MMA: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [BLOCKS, 1, 1], [1, 16, 8])
-    LEFT: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
-    RIGHT: gl.constexpr = gl.DotOperandLayout(1, MMA, 2)
+    WIDE: gl.constexpr = is_wide(D)
+    ROWS: gl.constexpr = queries.shape[1]
+    SUMS: gl.constexpr = gl.SliceLayout(1 if WIDE else 2, MMA)
     PARTS: gl.constexpr = gl.BlockedLayout([BLOCKS, 1, D // 16], [1, 2, 16], [1, 4, 1], [2, 1, 0])
     HEADS: gl.constexpr = gl.SliceLayout(0, PARTS)
     TILE: gl.constexpr = _tile_layout(D)
@@ -384,31 +322,32 @@ def _attend(
         slot = gl.load(fields + PARTIAL).to(gl.int64)
         piece, pieces = gl.load(fields + PIECE), gl.load(fields + PIECES)
         first = gl.maximum(context - window + 1, 0)
-        acc = gl.zeros([BLOCKS, 2 * GROUP_ROWS, D], gl.float32, MMA)
-        peak = gl.full([BLOCKS, 2 * GROUP_ROWS], -float("inf"), gl.float32, gl.SliceLayout(2, MMA))
-        total = gl.zeros([BLOCKS, 2 * GROUP_ROWS], gl.float32, gl.SliceLayout(2, MMA))
+        acc = gl.zeros([BLOCKS, D, ROWS] if WIDE else [BLOCKS, ROWS, D], gl.float32, MMA)
+        peak = gl.full([BLOCKS, ROWS], -float("inf"), gl.float32, SUMS)
+        total = gl.zeros([BLOCKS, ROWS], gl.float32, SUMS)
         mbarrier.wait(asked.index(place), number // AHEAD & 1)
-        q = queries.index(place).load(gl.SliceLayout(0, LEFT))[None, :, :]
-        q = q.broadcast_to([BLOCKS, 2 * GROUP_ROWS, D])
+        q = load_queries(queries.index(place), MMA, WIDE)
         # Triton 3.6 takes what only bounds an inner loop for dead, and hands on what it was at first.
         turn_of = turn - begin
         alone = begin
         if STAGES > 1:
             alone = end - (end - begin) % 2
             for tile in range(begin, alone, 2):
-                acc, peak, total = _take(
+                acc, peak, total = take(
                     acc, peak, total, q, k_tiles, v_tiles, ready, free, turn_of + tile, first, context, tile, scale,
-                    MMA, RIGHT, STAGES, 2,
+                    MMA, STAGES, 2, WIDE,
                 )  # fmt: skip
         for tile in range(alone, end):
-            acc, peak, total = _take(
+            acc, peak, total = take(
                 acc, peak, total, q, k_tiles, v_tiles, ready, free, turn_of + tile, first, context, tile, scale, MMA,
-                RIGHT, STAGES, 1,
+                STAGES, 1, WIDE,
             )  # fmt: skip
         turn = turn_of + end
         new_score = new_scores.index(place).load(gl.SliceLayout(1, HEADS))
         value = new_values.index(place).load(gl.SliceLayout(0, HEADS))[None, :]
         mbarrier.arrive(answered.index(place))
+        if WIDE:
+            acc = acc.permute((0, 2, 1))
         acc, peak, total = join_warps(acc, peak, total, new_score, value, takes_new, PARTS)
         finish(
             acc, peak, total, slot, piece, pieces, query, head, sinks, out, partials, stats, arrivals, stride_out,
@@ -445,9 +384,10 @@ def _tma_decode_kernel(
         mbarrier.init(answered.index(i), count=1)
     ks = gl.allocate_shared_memory(gl.bfloat16, [STAGES * BLOCKS, 1, BLOCK, D], k_blocks.layout)
     vs = gl.allocate_shared_memory(gl.bfloat16, [STAGES * BLOCKS, 1, BLOCK, D], v_blocks.layout)
+    QUERY_ROWS: gl.constexpr = GROUP_ROWS if is_wide(D) else 2 * GROUP_ROWS  # as many as a product takes
     QUERIES: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8, [1, 0])
     PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    queries = gl.allocate_shared_memory(gl.bfloat16, [AHEAD, 2 * GROUP_ROWS, D], QUERIES)
+    queries = gl.allocate_shared_memory(gl.bfloat16, [AHEAD, QUERY_ROWS, D], QUERIES)
     new_scores = gl.allocate_shared_memory(gl.float32, [AHEAD, GROUP_ROWS], PLAIN)
     new_values = gl.allocate_shared_memory(gl.bfloat16, [AHEAD, D], PLAIN)
     # Tuples in variables would lose their constants.
@@ -469,5 +409,5 @@ def _tma_decode_kernel(
             )),
         ],
         [1, PREPARING],
-        [48, 56],
+        OTHERS_WIDE if is_wide(D) else OTHERS,
     )  # fmt: skip

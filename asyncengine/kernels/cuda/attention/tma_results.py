@@ -18,12 +18,14 @@ FEW_PIECES, MANY_PIECES = gl.constexpr(4), gl.constexpr(16)  # of a unit, read a
 
 @gluon.jit
 def _upper(x):
-    """The first GROUP_ROWS of 16 rows [BLOCKS, 16, ...]: they lie in the same threads as the others."""
-    if len(x.shape) == 3:
-        x = gl.permute(gl.reshape(x, [BLOCKS, 2, GROUP_ROWS, x.shape[2]]), (0, 2, 3, 1))
-    else:
-        x = gl.permute(gl.reshape(x, [BLOCKS, 2, GROUP_ROWS]), (0, 2, 1))
-    return gl.split(x)[0]
+    """The first GROUP_ROWS of 16 rows [BLOCKS, 16, ...], or of no more: they lie in the same threads as the others."""
+    if x.shape[1] == 2 * GROUP_ROWS:
+        if len(x.shape) == 3:
+            x = gl.permute(gl.reshape(x, [BLOCKS, 2, GROUP_ROWS, x.shape[2]]), (0, 2, 3, 1))
+        else:
+            x = gl.permute(gl.reshape(x, [BLOCKS, 2, GROUP_ROWS]), (0, 2, 1))
+        x = gl.split(x)[0]
+    return x
 
 
 @gluon.jit
@@ -75,9 +77,8 @@ def finish(
             if pieces <= FEW_PIECES:  # what is not there takes time too
                 _combine(partials, stats, stats + stats_size, sinks, out, pieces, GROUP, KV_HEADS, D, SINKS, FEW_PIECES)
             else:
-                _combine(
-                    partials, stats, stats + stats_size, sinks, out, pieces, GROUP, KV_HEADS, D, SINKS, MANY_PIECES
-                )
+                MANY: gl.constexpr = MANY_PIECES * 128 // D if D > 128 else MANY_PIECES  # for which registers do
+                _combine(partials, stats, stats + stats_size, sinks, out, pieces, GROUP, KV_HEADS, D, SINKS, MANY)
 
 
 @gluon.jit
