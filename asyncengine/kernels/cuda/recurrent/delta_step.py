@@ -143,7 +143,7 @@ def _load_kept(before, column, inside, CHANNELS: gl.constexpr, SIZE: gl.constexp
 @gluon.jit
 def _convolve(kept, own, begun, weight, bias, column, inside, CHANNELS: gl.constexpr, SIZE: gl.constexpr,
               BIAS: gl.constexpr):  # fmt: skip
-    """Activated results of some channels. What is kept counts for tokens of a row that has begun."""
+    """Activated results of some channels. Kept inputs count for tokens of a row that has begun."""
     y = own * gl.load(weight + (SIZE - 1) * CHANNELS + column, mask=inside, other=0.0)
     for k in gl.static_range(SIZE - 1):
         y += gl.where(begun, kept[k], 0.0) * gl.load(weight + k * CHANNELS + column, mask=inside, other=0.0)
@@ -165,7 +165,7 @@ def _load_all_kept(
     conv_states, conv_stride, unit, slot, key, value, one, KEY_HEADS: gl.constexpr, KEYS: gl.constexpr,
     VALUES: gl.constexpr, SHARE: gl.constexpr, SIZE: gl.constexpr,
 ):  # fmt: skip
-    """What is kept of a unit's queries and keys, and of its values. ``slot`` is negative if nothing is wanted."""
+    """Kept inputs of a unit's queries and keys, and of its values. ``slot`` is negative if nothing is wanted."""
     CHANNELS: gl.constexpr = (2 * KEYS + SHARE * VALUES) * KEY_HEADS
     before = conv_states + gl.maximum(slot, 0).to(gl.int64) * conv_stride
     group = unit % KEY_HEADS
