@@ -74,7 +74,7 @@ def run(args: argparse.Namespace) -> int:
         config = dataclasses.replace(config, device=device)
     report = describe_model(config, device, memory)
     _print(args, dataclasses.asdict(report), _lines(report))
-    return 0 if report.way != "refused" else 1
+    return 0 if report.way != "refused" and not report.obstacle else 1
 
 
 def _print(args: argparse.Namespace, values: Any, lines: Iterable[str]) -> None:
@@ -120,6 +120,8 @@ def _lines(report: ModelReport) -> Iterable[str]:
     yield f"  memory           {bytes_text(report.memory_bytes)} of {place}, {room}"
     fitting = "no sequence fits" if not report.sequences else f"sequences that fit: {about}{report.sequences}"
     yield f"  context          {report.context:,} tokens; {fitting}"
+    if report.obstacle:
+        yield f"  does not load    {report.obstacle}"
 
 
 def bytes_text(count: int | None) -> str:

@@ -24,6 +24,7 @@ from asyncengine.runner.state import memory
 from asyncengine.runner.state.groups import choose_groups
 from asyncengine.runner.steps.model_runner import (
     check_layers,
+    check_memory_beside_cache,
     choose_max_model_len,
     dtype_of,
     family_of,
@@ -112,6 +113,8 @@ class ModelReport:
     """Tokens of the longest sequence that it holds."""
     sequences: int | None = None
     """Sequences of ``context`` tokens that fit at the same time, at most max_num_seqs."""
+    obstacle: str | None = None
+    """Reason why this machine does not load the model with these settings."""
 
 
 def describe_families() -> list[FamilyReport]:
@@ -173,8 +176,10 @@ def describe_model(config: EngineConfig, device: str, memory_bytes: int | None =
             num_parameters, weight_bytes = family.num_parameters, family.num_parameters * dtype.itemsize
         else:
             form: Any = "dummy" if config.load_format == "dummy" or not has_weights else "auto"
-            # The tables of rotary positions are as long as the context: here there is no use for one.
-            probe = replace(config, model=str(path), load_format=form, dtype=name, max_model_len=1, device=device)
+            # The tables of rotary positions are as long as the context: here there is no use for one, nor for rows.
+            probe = replace(
+                config, model=str(path), load_format=form, dtype=name, max_model_len=1, max_num_seqs=1, device=device
+            )
             loaded = load_model(probe, _NoOps(on_gpu=device == "cuda"))
             model, num_parameters, weight_bytes = loaded.config, loaded.num_parameters, loaded.owned_bytes
             formats = tuple(
@@ -225,7 +230,17 @@ def describe_model(config: EngineConfig, device: str, memory_bytes: int | None =
         kv_memory_bytes=num_blocks * of_block,
         kv_tokens=groups.entries_in(num_blocks) * config.block_size,
         sequences=min(config.max_num_seqs, num_blocks // per_sequence),
+        obstacle=None if memory_bytes is not None else _obstacle(config, model, context, dtype, device),
     )
+
+
+def _obstacle(config: EngineConfig, model: ModelConfig, context: int, dtype: torch.dtype, device: str) -> str | None:
+    """Return why this machine has no memory for the steps of the model; None if it has."""
+    try:
+        check_memory_beside_cache(config, model, context, dtype, on_gpu=device == "cuda")
+    except ConfigError as e:
+        return str(e)
+    return None
 
 
 def _words_for(kind: WeightsOfKind, dtype: str, device: str, *, mixture: bool) -> str:

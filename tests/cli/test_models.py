@@ -13,8 +13,12 @@ from safetensors.torch import load_file, save_file
 from transformers import Starcoder2Config, Starcoder2ForCausalLM
 
 from asyncengine.cli.main import main
+from asyncengine.config import EngineConfig
+from asyncengine.errors import ConfigError
+from asyncengine.kernels.cpu.ops import CpuOps
 from asyncengine.models.registry import FAMILIES
 from asyncengine.models.weights.checkpoint import Checkpoint
+from asyncengine.runner.steps import model_runner
 from tests.models import tiny
 
 SHAPES = Path(__file__).resolve().parents[2] / "bench/shapes"
@@ -92,6 +96,25 @@ def test_the_text_says_the_same(model: Path, capsys: pytest.CaptureFixture[str])
     assert f"{model}: native" in out
     assert "float32, on a GPU" in out
     assert "1 GiB of a GPU, about " in out
+
+
+def test_a_model_is_described_whose_steps_the_machine_has_no_memory_for(
+    model: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The engine refuses it with the same words. Fewer rows fit, and so may other machines."""
+    monkeypatch.setattr(model_runner, "total_memory", lambda: 512 << 10)
+    few = report(capsys, model, "--device", "cpu", "--max-num-seqs", 1)
+    assert few["obstacle"] is None
+    assert main(["models", str(model), "--device", "cpu", "--json"]) == 1
+    many = json.loads(capsys.readouterr().out)
+    assert many["num_parameters"] == few["num_parameters"]
+    with pytest.raises(ConfigError) as refused:
+        model_runner.load_model(EngineConfig.from_kwargs(str(model), {"device": "cpu"}), CpuOps(1))
+    assert many["obstacle"] == str(refused.value)
+    assert "lower max_num_seqs" in many["obstacle"]
+    assert main(["models", str(model), "--device", "cpu"]) == 1
+    assert f"does not load    {many['obstacle']}" in capsys.readouterr().out
+    assert report(capsys, model, "--memory", "1GiB")["obstacle"] is None
 
 
 @pytest.mark.parametrize(

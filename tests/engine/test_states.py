@@ -260,13 +260,16 @@ def test_states_in_bfloat16_are_half_as_large_and_rounded_behind_each_token(path
 
 
 def test_states_on_the_host_count_in_a_description(paths, monkeypatch):
-    """A description refuses what an engine would: states that take more than half of the memory, if they are there."""
+    """A description names what an engine refuses: states that take more than half of this machine's memory."""
     config = EngineConfig.from_kwargs(str(paths["hybrid"]), {"max_num_seqs": 64})
     size = describe_model(config, "cuda", memory_bytes=1 << 30).state_bytes_per_sequence or 0
     monkeypatch.setattr("asyncengine.runner.steps.model_runner.total_memory", lambda: 2 * 64 * size)
-    with pytest.raises(ConfigError, match="max_num_seqs"):
-        describe_model(config, "cpu", memory_bytes=1 << 30)
-    assert describe_model(config, "cuda", memory_bytes=1 << 30).way == "native"
+    on_host = describe_model(config, "cpu")
+    assert on_host.obstacle is not None
+    assert on_host.obstacle.startswith("max_num_seqs")
+    assert on_host.state_bytes_per_sequence == size
+    on_gpu = describe_model(config, "cuda", memory_bytes=1 << 30)
+    assert (on_gpu.way, on_gpu.obstacle) == ("native", None)
 
 
 @pytest.mark.parametrize("given", [{"kv_cache_memory_bytes": 1 << 20}, {"num_kv_blocks": 100}, {}])

@@ -200,7 +200,7 @@ def load_model(
     max_model_len = choose_max_model_len(config, model_config)
     on_gpu = "cpu" not in (ops.device.type, config.device)  # operations that compute nothing have the device "meta"
     dtype = dtype_of(config, architecture, family, raw, ops.device)
-    _check_memory_beside_cache(config, model_config, max_model_len, dtype, on_gpu=on_gpu)
+    check_memory_beside_cache(config, model_config, max_model_len, dtype, on_gpu=on_gpu)
     # The kernels of --quantization fp8, which are faster, where they can serve the model.
     gpu = getattr(ops, "gpu", None)
     fast = gpu is not None and gpu.has_float8 and family.quantizable and dtype == torch.bfloat16
@@ -433,7 +433,7 @@ def choose_max_model_len(config: EngineConfig, model: ModelConfig) -> int:
     return config.max_model_len
 
 
-def _check_memory_beside_cache(
+def check_memory_beside_cache(
     config: EngineConfig, model: ModelConfig, max_model_len: int, dtype: torch.dtype, *, on_gpu: bool = False
 ) -> None:
     """Raises ConfigError if the sizes of steps take more than half the memory beside the KV cache.
