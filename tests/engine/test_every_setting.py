@@ -254,7 +254,7 @@ async def flights(**config: Any) -> int:
 
 async def launches(**config: Any) -> int:
     """Tokens that are made until the first of a request that arrives as a step begins: fewer if that step waits."""
-    async with testing.SimulatedEngine(step_latency_us=10_000, **config) as engine:
+    async with testing.SimulatedEngine(step_latency_us=30_000, **config) as engine:
         return min(await tokens_until_the_first(engine, 8))
 
 
