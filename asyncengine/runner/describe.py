@@ -230,7 +230,7 @@ def describe_model(config: EngineConfig, device: str, memory_bytes: int | None =
         kv_memory_bytes=num_blocks * of_block,
         kv_tokens=groups.entries_in(num_blocks) * config.block_size,
         sequences=min(config.max_num_seqs, num_blocks // per_sequence),
-        obstacle=None if memory_bytes is not None else _obstacle(config, model, context, dtype, device),
+        obstacle=_obstacle(config, model, context, dtype, device) if device == "cpu" or memory_bytes is None else None,
     )
 
 

@@ -264,7 +264,7 @@ def test_states_on_the_host_count_in_a_description(paths, monkeypatch):
     config = EngineConfig.from_kwargs(str(paths["hybrid"]), {"max_num_seqs": 64})
     size = describe_model(config, "cuda", memory_bytes=1 << 30).state_bytes_per_sequence or 0
     monkeypatch.setattr("asyncengine.runner.steps.model_runner.total_memory", lambda: 2 * 64 * size)
-    on_host = describe_model(config, "cpu")
+    on_host = describe_model(config, "cpu", memory_bytes=1 << 30)
     assert on_host.obstacle is not None
     assert on_host.obstacle.startswith("max_num_seqs")
     assert on_host.state_bytes_per_sequence == size
