@@ -32,11 +32,8 @@ def test_products(kind: BlockType) -> None:
     weight = torch.cat([dequantize(BlockType(w.block_type), w.tensors["blocks"]) for w in (first, second)]).double()
     bias = torch.randn(3, generator=torch.Generator().manual_seed(3)).bfloat16()
     x = torch.randn(64, k, generator=torch.Generator().manual_seed(0)).bfloat16()
-    groups = x.float().view(64, -1, 32)
-    largest = groups.abs().amax(-1, keepdim=True)
-    rounded = ((groups * (torch.full_like(largest, 127) / largest)).round() * (largest / 127)).view(64, k)
-    exact = rounded.double() @ weight.T
-    exact[:, N:] += bias.double()
+    parts = (rounded(x, SIZES[kind].numbers) @ weight[:N].T, rounded(x, 32) @ weight[N:].T + bias.double())
+    exact = torch.cat(parts, dim=1)
     for isa in CpuKernels.available_isas():
         whole = product(isa, 2, [first, second], bias, x)
         torch.testing.assert_close(whole.double(), exact, rtol=1e-4, atol=1e-4 * exact.abs().mean().item())
@@ -61,6 +58,13 @@ def test_kernels_have_a_name() -> None:
     names = {isa: CpuKernels(1, isa).block_kernels for isa in CpuKernels.available_isas()}
     allowed = {"amx": {"amx", "vnni", "avx2"}, "avx512": {"vnni", "avx2"}, "avx2": {"avx2"}, "portable": {"portable"}}
     assert all(name in allowed[isa] for isa, name in names.items())
+
+
+def rounded(x: torch.Tensor, columns: int) -> torch.Tensor:
+    """Rows in codes of 8 bits, with a scale for so many columns."""
+    groups = x.float().view(len(x), -1, columns)
+    largest = groups.abs().amax(-1, keepdim=True)
+    return ((groups * (torch.full_like(largest, 127) / largest)).round() * (largest / 127)).view(x.shape).double()
 
 
 def product(isa: str, threads: int, weights: list[PackedWeight], bias: torch.Tensor, x: torch.Tensor) -> torch.Tensor:

@@ -58,17 +58,25 @@ class PlainTiles {
   int8_t tiles_[8][16 * 64];
 };
 
-// Rows of x that are rounded, followed by rows of no meaning up to whole parts.
-std::vector<float> rounded_rows(int64_t rows, int64_t k) {
-  const int64_t floats = rounded_row_floats(k);
-  const std::vector<float> x = normal_numbers(rows * k);
-  std::vector<float> rounded(static_cast<size_t>(round_up(rows, rows_of_part(rows)) * floats));
-  std::memset(rounded.data(), 0x77, rounded.size() * sizeof(float));
-  for (int64_t m = 0; m < rows; ++m) {
-    block_kernels_portable().round_row(Dtype::kFloat32, x.data() + m * k, k, rounded.data() + m * floats);
+// x for blocks of so many columns, with rows of no meaning up to whole parts, at the alignment that kernels may rely on.
+class RoundedX {
+ public:
+  RoundedX(int64_t block_columns, int64_t rows, int64_t k)
+      : lines_(static_cast<size_t>(rounded_floats(block_columns, rows, k) / 16)) {
+    const std::vector<float> x = normal_numbers(rows * k);
+    std::memset(lines_.data(), 0x77, lines_.size() * sizeof(Line));
+    for (int64_t m = 0; m < rows; ++m) {
+      block_kernels_portable().round_row(Dtype::kFloat32, x.data() + m * k, k, block_columns, m, rows, lines_[0].floats);
+    }
   }
-  return rounded;
-}
+  const float* data() const { return lines_[0].floats; }
+
+ private:
+  struct alignas(64) Line {
+    float floats[16];
+  };
+  std::vector<Line> lines_;
+};
 
 // y [tiles of the weight][rows, kTileRows], a task for as many tiles as the kernels take.
 std::vector<float> product(int64_t tiles, void (*multiply)(const BlockTask&), const BlockTask& whole) {
@@ -99,7 +107,7 @@ void for_shapes(Body&& body) {
       for (const int64_t outputs : sample_of<Sizes>({1, 16, 37, 83}, {16, 83})) {
         const std::vector<uint8_t> blocks = random_blocks(type, outputs, k);
         for (const int64_t rows : sample_of<Sizes>({1, 7, 8, 16, 17, 33, 64}, {1, 8, 33})) {
-          const std::vector<float> x = rounded_rows(rows, k);
+          const RoundedX x(small ? 32 : 256, rows, k);
           body(BlockTask{type, blocks.data(), outputs, k, x.data(), rows, nullptr});
         }
       }

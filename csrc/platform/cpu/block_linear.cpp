@@ -15,28 +15,6 @@ float load_element(const void* p, int64_t i, Dtype dtype) {
   return std::bit_cast<float>(static_cast<uint32_t>(static_cast<const BFloat16*>(p)[i].bits) << 16);
 }
 
-void store_element(float* p, float value) { *p = value; }
-
-void store_element(BFloat16* p, float value) {
-  const uint32_t bits = std::bit_cast<uint32_t>(value), even = (bits + 0x7fffu + (bits >> 16 & 1u)) >> 16;
-  p->bits = static_cast<uint16_t>(value == value ? even : bits >> 16 | 0x40u);
-}
-
-// Sums [tiles][rows, kTileRows] and the bias [count], to columns of y. With tiles of AMX this is a fair part of the time.
-template <class Element>
-void write_rows(const float* sums, const float* bias, int64_t rows, int64_t count, Element* y, int64_t stride) {
-  for (int64_t n = 0; n < count; n += kTileRows) {
-    for (int64_t m = 0; m < rows; ++m, sums += kTileRows) {
-      Element* to = y + m * stride + n;
-      if (count - n >= kTileRows) {  // a constant count becomes vectors
-        for (int64_t i = 0; i < kTileRows; ++i) store_element(to + i, sums[i] + bias[n + i]);
-      } else {
-        for (int64_t i = 0; i < count - n; ++i) store_element(to + i, sums[i] + bias[n + i]);
-      }
-    }
-  }
-}
-
 }  // namespace
 
 const BlockKernels& select_block_kernels(const CpuIsa& isa) {
@@ -54,16 +32,31 @@ const BlockKernels& select_block_kernels(const CpuIsa& isa) {
   return block_kernels_portable();
 }
 
+CpuKernels::RoundedRows CpuKernels::round_rows(const CpuLinear& weights, const void* x, int64_t x_stride, int64_t rows) {
+  const int64_t k = weights.k;
+  auto floats = [&](int64_t columns) {
+    const auto own = [&](const auto& matrix) { return block_form(*matrix.block_type).columns == columns; };
+    return std::ranges::any_of(weights.matrices, own) ? rounded_floats(columns, rows, k) : 0;
+  };
+  const int64_t of_32 = floats(32), of_256 = floats(256), aligned = round_up(of_32, 16);
+  float* to = packed_x_.reserve(aligned + of_256);
+  auto round = [&](int64_t columns, float* rounded) {
+    for_row_chunks(rows, k, [&](int64_t begin, int64_t end) {
+      for (int64_t m = begin; m < end; ++m) {
+        const char* row = static_cast<const char*>(x) + m * x_stride * dtype_size(weights.dtype);
+        block_kernels_.round_row(weights.dtype, row, k, columns, m, rows, rounded);
+      }
+    });
+  };
+  if (of_32 > 0) round(32, to);
+  if (of_256 > 0) round(256, to + aligned);
+  return {to, to + aligned};
+}
+
 void CpuKernels::multiply_blocks(const CpuLinear& weights, const void* x, int64_t x_stride, int64_t rows, void* y, Dtype y_dtype,
                                  std::optional<Activation> activation) {
-  const int64_t k = weights.k, floats = rounded_row_floats(k), stride = weights.total_rows();
-  float* rounded = packed_x_.reserve(round_up(rows, rows_of_part(rows)) * floats);
-  for_row_chunks(rows, k, [&](int64_t begin, int64_t end) {
-    for (int64_t m = begin; m < end; ++m) {
-      const char* row = static_cast<const char*>(x) + m * x_stride * dtype_size(weights.dtype);
-      block_kernels_.round_row(weights.dtype, row, k, rounded + m * floats);
-    }
-  });
+  const int64_t k = weights.k, stride = weights.total_rows();
+  const RoundedRows rounded = round_rows(weights, x, x_stride, rows);
   int64_t tiles = 0;
   for (const CpuLinear::Matrix& matrix : weights.matrices) tiles += ceil_div(matrix.rows, kTileRows);
   const int64_t share = ceil_div(tiles, kItemsPerThread * pool_.num_threads());
@@ -84,7 +77,7 @@ void CpuKernels::multiply_blocks(const CpuLinear& weights, const void* x, int64_
                                .weight = static_cast<const uint8_t*>(matrix->weight) + n * (k / form.columns * form.bytes),
                                .weight_rows = count,
                                .k = k,
-                               .x = rounded,
+                               .x = form.columns == 32 ? rounded.of_32 : rounded.of_256,
                                .rows = rows,
                                .y = sums});
       char* to = static_cast<char*>(y) + (first_column + n) * dtype_size(y_dtype);
@@ -92,11 +85,7 @@ void CpuKernels::multiply_blocks(const CpuLinear& weights, const void* x, int64_
       for (int64_t i = 0; i < count; ++i) {
         bias[i] = matrix->bias == nullptr ? 0.f : load_element(matrix->bias, n + i, weights.dtype);
       }
-      if (y_dtype == Dtype::kFloat32) {
-        write_rows(sums, bias, rows, count, reinterpret_cast<float*>(to), stride);
-      } else {
-        write_rows(sums, bias, rows, count, reinterpret_cast<BFloat16*>(to), stride);
-      }
+      block_kernels_.write_rows({sums, bias, rows, count, stride}, y_dtype, to);
       for (int64_t m = 0; activation && m < rows; ++m, to += stride * dtype_size(y_dtype)) {
         isa_.activation(y_dtype, *activation, to, to, count, 0, 1);
       }

@@ -1,6 +1,5 @@
 // One row of x times sixteen rows of Q4_K, by vectors of AVX-512: codes go from memory to products, and the scales of sixteen rows
-// are unpacked together. The bits are those of add_row (blocks.inl): products times a scale of 6 bits are exact in float32, as
-// is a scale of a block times one of a group, so each rounding has the same operands.
+// are unpacked together. The bits are those of add_row (blocks.inl): sums over a block are exact.
 #include "platform/cpu/block_tile.inl"
 
 #if defined(__AVX512VNNI__) && defined(__AVX512VL__)
@@ -54,6 +53,13 @@ inline __m512i byte_of(__m512i words, int i) {
   return _mm512_and_si512(_mm512_srli_epi32(words, static_cast<unsigned>(8 * i)), _mm512_set1_epi32(255));
 }
 
+// Bytes 2 i and 2 i + 1 of each word, in 16 bits.
+inline __m512i pair_of_bytes(__m512i words, int i) {
+  const __m512i places = i == 0 ? _mm512_set4_epi32(0x800d800c, 0x80098008, 0x80058004, 0x80018000)
+                                : _mm512_set4_epi32(0x800f800e, 0x800b800a, 0x80078006, 0x80038002);
+  return _mm512_shuffle_epi8(words, places);
+}
+
 // Sums of each quarter of four vectors, those of a quarter side by side.
 inline Ints sums_of_four(const __m512i (&a)[4]) {
   const __m512i b = _mm512_add_epi32(_mm512_unpacklo_epi32(a[0], a[1]), _mm512_unpackhi_epi32(a[0], a[1]));
@@ -80,26 +86,26 @@ inline void group_products(const RowBlocks& blocks, int64_t byte, const int8_t* 
 
 void multiply_row_of_q4_k(const BlockTask& task) {
   const int64_t k = task.k, row_bytes = k / 256 * kQ4KBytes;
-  const auto* codes = reinterpret_cast<const int8_t*>(task.x);
-  const float *scales = task.x + k / 4, *sums = sums_of<BlockType::kQ4_K>(task.x, k);
+  const auto* x = reinterpret_cast<const RoundedBlock*>(task.x);
   const uint8_t* weight = task.weight;
   RowBlocks blocks{{weight, weight + 4 * row_bytes, weight + 8 * row_bytes, weight + 12 * row_bytes}, row_bytes};
   Floats total = all_floats(0.f);
-  for (const int8_t* end = codes + k; codes < end; codes += 256, scales += 8, sums += 8) {
+  for (const RoundedBlock* end = x + k / 256; x < end; ++x) {
     const BlockScales known = unpack_headers(blocks);
+    Ints sums = no_ints(), offsets = no_ints();
 #pragma GCC unroll 4
     for (int two = 0; two < 4; ++two) {
-      Ints products[2];
-      group_products(blocks, kQ4KHeader + 32 * two, codes + 64 * two, products[0], products[1]);
+      Ints first, second;
+      group_products(blocks, kQ4KHeader + 32 * two, x->codes + 64 * two, first, second);
       for (int i = 0; i < 4; ++i) fetch(blocks.at(two, i) + kTileRows * row_bytes, kQ4KBytes);  // a burst takes longer
-      for (int i = 0; i < 2; ++i) {
-        const int g = 2 * two + i;
-        const __m512i scaled_products = _mm512_mullo_epi32(products[i], byte_of(known.scales[two / 2], g % 4));
-        const Floats offset = times(to_floats(byte_of(known.offsets[two / 2], g % 4)), known.offset);
-        const Floats part = times_add(all_floats(sums[g]), offset, times(to_floats(scaled_products), known.scale));
-        total = times_add(part, all_floats(scales[g]), total);
-      }
+      sums = added(sums, times(first, byte_of(known.scales[two / 2], two % 2 * 2)));
+      sums = added(sums, times(second, byte_of(known.scales[two / 2], two % 2 * 2 + 1)));
+      int32_t both = 0;
+      std::memcpy(&both, x->sums_of_32 + 2 * two, 4);
+      offsets = _mm512_dpwssd_epi32(offsets, pair_of_bytes(known.offsets[two / 2], two % 2), _mm512_set1_epi32(both));
     }
+    const Floats part = times_add(to_floats(offsets), known.offset, times(to_floats(sums), known.scale));
+    total = times_add(part, all_floats(x->scale), total);
     for (const uint8_t*& quarter : blocks.quarters) quarter += kQ4KBytes;
   }
   store_floats(task.y, total);

@@ -8,22 +8,34 @@
 namespace asyncengine {
 namespace {
 
-constexpr int64_t kTileGroups = kTileColumns / 16;
+// Scales and offsets of the groups of a tile's columns, of each row side by side. Types with blocks of 32 columns have them in
+// floats. Types with blocks of 256 have them in integers, two groups side by side, and floats of the block. Offsets of a block are
+// negative, as they are subtracted.
+struct TileNumbers {
+  union {
+    alignas(64) float floats[2][8][kTileRows];  // scales, then offsets
+    alignas(64) int16_t pairs[2][8][kTileRows][2];
+  };
+  alignas(64) float scales[kTileRows], offsets[kTileRows];
+};
 
-// Columns of kTileRows rows of a weight: as they are decoded, and then interleaved, a number of each row side by side.
+// Columns of kTileRows rows of a weight: as they are decoded, and then interleaved.
 struct Tile {
+  union RowNumbers {
+    float floats[2][8];
+    int16_t ints[2][16];
+  };
   alignas(64) uint8_t row_codes[kTileRows][kTileColumns];
-  alignas(64) float row_scales[kTileRows][kTileGroups];
-  alignas(64) float row_offsets[kTileRows][kTileGroups];    // where the type has offsets
-  alignas(64) uint8_t codes[kTileRows * kTileColumns];      // [columns / 4][kTileRows][4]
-  alignas(64) float scales[kTileGroups][kTileRows];
-  alignas(64) float offsets[kTileGroups][kTileRows];
+  alignas(64) RowNumbers row_numbers[kTileRows];
+  alignas(64) uint8_t codes[kTileRows * kTileColumns];  // [columns / 4][kTileRows][4]
+  TileNumbers numbers;
 };
 
 // A row of a tile that is decoded.
 struct TileRow {
   uint8_t* codes;
-  float *scales, *offsets;
+  Tile::RowNumbers& numbers;
+  float &scale, &offset;
 };
 
 inline float from_half(const uint8_t* bytes) {
@@ -40,11 +52,14 @@ inline float from_half(const uint8_t* bytes) {
 #endif
 }
 
-// to = scale * numbers
-template <int kCount, class Number>
-inline void scaled(float scale, const Number* numbers, float* to) {
-  for (int i = 0; i < kCount; ++i) to[i] = scale * static_cast<float>(numbers[i]);
+// Bytes of a word, less a number.
+inline void widened(uint64_t bytes, int less, int16_t* to) {
+  uint8_t numbers[8];  // a word that is stored in parts would be waited for
+  std::memcpy(numbers, &bytes, sizeof(numbers));
+  for (int i = 0; i < 8; ++i) to[i] = static_cast<int16_t>(numbers[i] - less);
 }
+
+inline uint64_t word_of(uint32_t low, uint32_t high) { return low | static_cast<uint64_t>(high) << 32; }
 
 constexpr uint8_t kNumbersOfFourBits[16] = {1, 24, 45, 63, 79, 93, 106, 118, 129, 141, 153, 166, 181, 197, 217, 241};  // plus 128
 
@@ -63,19 +78,13 @@ inline Bytes codes_of_32(const uint8_t* block) {
 // Q4_K and Q5_K: scales and offsets of 6 bits in twelve bytes, four at a time.
 template <bool kFive>
 inline void decode_q45_k(const uint8_t* block, const TileRow& to) {
-  uint32_t first = 0, second = 0, third = 0;
-  std::memcpy(&first, block + 4, 4);
-  std::memcpy(&second, block + 8, 4);
-  std::memcpy(&third, block + 12, 4);
-  // Whole words, as bytes that are stored in parts and read together would be waited for.
-  const uint64_t scales = (first & 0x3f3f3f3fu) | static_cast<uint64_t>((third & 0x0f0f0f0fu) | (first >> 2 & 0x30303030u)) << 32;
-  const uint64_t offsets = (second & 0x3f3f3f3fu) | static_cast<uint64_t>((third >> 4 & 0x0f0f0f0fu) | (second >> 2 & 0x30303030u))
-                                                        << 32;
-  uint8_t numbers[8];
-  std::memcpy(numbers, &scales, 8);
-  scaled<8>(from_half(block), numbers, to.scales);
-  std::memcpy(numbers, &offsets, 8);
-  scaled<8>(-from_half(block + 2), numbers, to.offsets);
+  uint32_t words[3];
+  std::memcpy(words, block + 4, sizeof(words));
+  const auto [first, second, third] = words;
+  widened(word_of(first & 0x3f3f3f3fu, (third & 0x0f0f0f0fu) | (first >> 2 & 0x30303030u)), 0, to.numbers.ints[0]);
+  widened(word_of(second & 0x3f3f3f3fu, (third >> 4 & 0x0f0f0f0fu) | (second >> 2 & 0x30303030u)), 0, to.numbers.ints[1]);
+  to.scale = from_half(block);
+  to.offset = -from_half(block + 2);
   const Bytes fifth = load_bytes(block + 16);  // a bit for each group
   for (int q = 0; q < 4; ++q) {
     const Bytes both = load_bytes(block + (kFive ? 48 : 16) + 32 * q);
@@ -88,7 +97,8 @@ inline void decode_q45_k(const uint8_t* block, const TileRow& to) {
 inline void decode_q6_k(const uint8_t* block, const TileRow& to) {
   int8_t scales[16];
   std::memcpy(scales, block + 192, sizeof(scales));
-  scaled<16>(from_half(block + 208), scales, to.scales);
+  for (int i = 0; i < 16; ++i) to.numbers.ints[0][i] = scales[i];
+  to.scale = from_half(block + 208);
   for (int half = 0; half < 2; ++half) {
     const Bytes low = load_bytes(block + 64 * half), more = load_bytes(block + 64 * half + 32);
     const Bytes high = load_bytes(block + 128 + 32 * half);
@@ -101,24 +111,24 @@ inline void decode_q6_k(const uint8_t* block, const TileRow& to) {
 }
 
 inline void decode_q2_k(const uint8_t* block, const TileRow& to) {
-  uint8_t scales[16], offsets[16];
-  for (int g = 0; g < 16; ++g) {
-    scales[g] = block[g] & 15;
-    offsets[g] = block[g] >> 4;
-  }
-  scaled<16>(from_half(block + 80), scales, to.scales);
-  scaled<16>(-from_half(block + 82), offsets, to.offsets);
+  uint8_t both[16];
+  std::memcpy(both, block, sizeof(both));
+  for (int i = 0; i < 16; ++i) to.numbers.ints[0][i] = both[i] & 15;
+  for (int i = 0; i < 16; ++i) to.numbers.ints[1][i] = both[i] >> 4;
+  to.scale = from_half(block + 80);
+  to.offset = -from_half(block + 82);
   for (int g = 0; g < 8; ++g) store_bytes(to.codes + 32 * g, field(load_bytes(block + 16 + g / 4 * 32), g % 4 * 2, 3));
 }
 
 inline void decode_q3_k(const uint8_t* block, const TileRow& to) {
-  const uint8_t* packed = block + 96;
-  int8_t scales[16];
-  for (int g = 0; g < 16; ++g) {
-    const int low = g < 8 ? packed[g] & 15 : packed[g - 8] >> 4;
-    scales[g] = static_cast<int8_t>((low | (packed[8 + g % 4] >> (g / 4 * 2) & 3) << 4) - 32);
-  }
-  scaled<16>(from_half(block + 108), scales, to.scales);
+  uint32_t words[3];  // four low bits of scales in two of them, two high bits in the third
+  std::memcpy(words, block + 96, sizeof(words));
+  auto four = [&](int word, int shift, int high_shift) {
+    return (words[word] >> shift & 0x0f0f0f0fu) | (words[2] >> high_shift & 0x03030303u) << 4;
+  };
+  widened(word_of(four(0, 0, 0), four(1, 0, 2)), 32, to.numbers.ints[0]);
+  widened(word_of(four(0, 4, 4), four(1, 4, 6)), 32, to.numbers.ints[0] + 8);
+  to.scale = from_half(block + 108);
   const Bytes third = load_bytes(block);  // a bit for each group of 32
   for (int g = 0; g < 8; ++g) {
     const Bytes low = field(load_bytes(block + 32 + g / 4 * 32), g % 4 * 2, 3);
@@ -127,22 +137,30 @@ inline void decode_q3_k(const uint8_t* block, const TileRow& to) {
 }
 
 inline void decode_iq4_xs(const uint8_t* block, const TileRow& to) {
-  int8_t scales[8];
-  for (int g = 0; g < 8; ++g) {
-    const int low = block[4 + g / 2] >> (g % 2 * 4) & 15, high = block[2 + g / 4] >> (g % 4 * 2) & 3;
-    scales[g] = static_cast<int8_t>((low | high << 4) - 32);
-  }
-  scaled<8>(from_half(block), scales, to.scales);
+  uint32_t low = 0;  // four bits of each scale, and two
+  uint16_t high = 0;
+  std::memcpy(&low, block + 4, sizeof(low));
+  std::memcpy(&high, block + 2, sizeof(high));
+  // Half of the bits that are side by side go up, until each scale has a byte.
+  uint64_t lows = low, highs = high;
+  lows = (lows | lows << 16) & 0x0000ffff0000ffffull;
+  lows = (lows | lows << 8) & 0x00ff00ff00ff00ffull;
+  lows = (lows | lows << 4) & 0x0f0f0f0f0f0f0f0full;
+  highs = (highs | highs << 24) & 0x000000ff000000ffull;
+  highs = (highs | highs << 12) & 0x000f000f000f000full;
+  highs = (highs | highs << 6) & 0x0303030303030303ull;
+  widened(lows | highs << 4, 32, to.numbers.ints[0]);
+  to.scale = from_half(block);
   for (int g = 0; g < 8; ++g) store_bytes(to.codes + 32 * g, look_up(halves_of_16(block + 8 + 16 * g), kNumbersOfFourBits));
 }
 
 // Up to kTileColumns columns of a row.
 template <BlockType kType>
 inline void decode_row(const uint8_t* block, int64_t columns, const TileRow& to) {
-  if constexpr (block_form(kType).columns == 32) {
+  if constexpr (!kIntegerScales<kType>) {
     for (int64_t g = 0; g < columns / 32; ++g, block += block_form(kType).bytes) {
-      to.scales[g] = from_half(block);
-      if constexpr (block_form(kType).offsets) to.offsets[g] = from_half(block + 2);
+      to.numbers.floats[0][g] = from_half(block);
+      if constexpr (block_form(kType).offsets) to.numbers.floats[1][g] = from_half(block + 2);
       store_bytes(to.codes + 32 * g, codes_of_32<kType>(block));
     }
   } else if constexpr (kType == BlockType::kQ2_K) {
@@ -158,25 +176,67 @@ inline void decode_row(const uint8_t* block, int64_t columns, const TileRow& to)
   }
 }
 
-// total + a group's products with a row of x, whose codes have this sum and scale. `g` counts groups of the tile. Zeros that
-// were taken off the codes before leave the same part: both are integers below 2^24.
+// 32 columns of a rounded row of x from `column` on.
+struct RowColumns {
+  const float* row;
+  int64_t k, column;
+
+  float scale() const { return row[k / 4 + column / 32]; }
+  float sum() const { return row[k / 4 + k / 32 + column / 32]; }
+};
+
+// total + a group's products with a row of x. `g` counts groups of the tile. Zeros that were taken off the codes before leave the
+// same part: both are integers below 2^24.
 template <BlockType kType, bool kZeroTaken>
-inline Floats add_group(Floats total, Ints products, const Tile& tile, int64_t g, float sum, float scale) {
+inline Floats add_group(Floats total, Ints products, const TileNumbers& numbers, int64_t g, const RowColumns& x) {
   constexpr BlockForm kForm = block_form(kType);
+  const Floats scale = load_floats(numbers.floats[0][g]);
   Floats part = to_floats(products);
   if constexpr (kForm.offsets) {
-    part = times_add(all_floats(sum), load_floats(tile.offsets[g]), times(part, load_floats(tile.scales[g])));
+    part = times_add(all_floats(x.sum()), load_floats(numbers.floats[1][g]), times(part, scale));
   } else {
-    if constexpr (!kZeroTaken) part = times_add(all_floats(-static_cast<float>(kForm.zero)), all_floats(sum), part);
-    part = times(part, load_floats(tile.scales[g]));
+    if constexpr (!kZeroTaken) part = times_add(all_floats(-static_cast<float>(kForm.zero)), all_floats(x.sum()), part);
+    part = times(part, scale);
   }
-  return times_add(part, all_floats(scale), total);
+  return times_add(part, all_floats(x.scale()), total);
 }
 
-// The sums of the codes of a row of x, by the groups of a type.
-template <BlockType kType>
-inline const float* sums_of(const float* row, int64_t k) {
-  return row + k / 4 + (block_form(kType).group == 32 ? k / 32 : k / 16);
+// Scales of a group, in integers.
+inline Ints group_scales(const TileNumbers& numbers, int64_t g) {
+  const int16_t* pairs = numbers.pairs[0][g / 2][0];
+  return g % 2 == 0 ? first_of_pairs(pairs) : second_of_pairs(pairs);
+}
+
+// Scales or offsets of a block's groups, times the sums of codes of rows of x.
+template <BlockType kType, int kRows>
+inline void multiply_sums(const int16_t (&of_groups)[8][kTileRows][2], const RoundedBlock* x, Ints (&sums)[kRows]) {
+  for (int r = 0; r < kRows; ++r) sums[r] = no_ints();
+  for (int64_t g = 0; g < kTileColumns / block_form(kType).group; g += 2) {
+    for (int r = 0; r < kRows; ++r) {
+      const int16_t* of_codes = block_form(kType).group == 32 ? x[r].sums_of_32 : x[r].sums_of_16;
+      sums[r] = add_pairs(sums[r], of_groups[g / 2][0], of_codes + g);
+    }
+  }
+}
+
+// y [kRows, kTileRows] += a block's scaled products with rows of x. They are exact, whatever their order was.
+template <BlockType kType, bool kZeroTaken, int kRows>
+inline void add_blocks(Ints (&products)[kRows], const TileNumbers& numbers, const RoundedBlock* x, float* y) {
+  constexpr BlockForm kForm = block_form(kType);
+  Ints sums[kRows];
+  if constexpr (kForm.zero != 0 && !kZeroTaken) {
+    multiply_sums<kType>(numbers.pairs[0], x, sums);
+    for (int r = 0; r < kRows; ++r) products[r] = added(products[r], times(sums[r], all_ints(-kForm.zero)));
+  }
+  Floats part[kRows];
+  for (int r = 0; r < kRows; ++r) part[r] = times(to_floats(products[r]), load_floats(numbers.scales));
+  if constexpr (kForm.offsets) {
+    multiply_sums<kType>(numbers.pairs[1], x, sums);
+    for (int r = 0; r < kRows; ++r) part[r] = times_add(to_floats(sums[r]), load_floats(numbers.offsets), part[r]);
+  }
+  for (int r = 0; r < kRows; ++r) {
+    store_floats(y + r * kTileRows, times_add(part[r], all_floats(x[r].scale), load_floats(y + r * kTileRows)));
+  }
 }
 
 // Asks for memory that the next tile reads. It may lie behind the weight: nothing is read of it.
@@ -192,12 +252,11 @@ inline void decode_rows(const uint8_t* weight, int64_t count, int64_t k, int64_t
   for (int64_t row = 0; row < kTileRows; ++row) {
     const uint8_t* block = weight + (row < count ? row : count - 1) * row_bytes + begin / kForm.columns * kForm.bytes;
     fetch(block + kTileRows * row_bytes, columns / kForm.columns * kForm.bytes);
-    decode_row<kType>(block, columns, {tile.row_codes[row], tile.row_scales[row], tile.row_offsets[row]});
+    decode_row<kType>(block, columns,
+                      {tile.row_codes[row], tile.row_numbers[row], tile.numbers.scales[row], tile.numbers.offsets[row]});
   }
-  interleave(reinterpret_cast<const uint8_t*>(tile.row_scales), 64, reinterpret_cast<uint8_t*>(tile.scales));
-  if constexpr (kForm.offsets) {
-    interleave(reinterpret_cast<const uint8_t*>(tile.row_offsets), 64, reinterpret_cast<uint8_t*>(tile.offsets));
-  }
+  static_assert(sizeof(Tile::RowNumbers) == 64);
+  interleave(reinterpret_cast<const uint8_t*>(tile.row_numbers), 64, reinterpret_cast<uint8_t*>(tile.numbers.floats));
 }
 
 inline void interleave_codes(Tile& tile, int64_t columns) {

@@ -3,7 +3,7 @@
 // A tile of sums has the products of a part's rows of x with sixteen rows of a weight, over the columns of one group: the
 // scales of both sides belong to a group, so sums leave the tile after each. Tiles of x are rows as they were rounded, and
 // tiles of a weight are codes as vectors read them, less the type's zero. Four groups are multiplied while vectors scale and
-// add the four before.
+// add the four before. Blocks of 256 columns are multiplied otherwise (block_digits.inl).
 //
 // Tiles(rows, columns) has eight tiles: 0 to 3 of sums, int32 [rows][16]; 4 and 5 of x, int8 [rows][columns]; 6 and 7 of
 // codes, int8 [columns / 4][16][4]. clear<T>(), load<T>(from, bytes between rows), store<T>(to), whose rows lie side by side,
@@ -11,24 +11,12 @@
 #include <cstring>
 #include <utility>
 
-#include "platform/cpu/block_tile.inl"
+#include "platform/cpu/block_digits.inl"
 
 namespace asyncengine {
 namespace {
 
-constexpr int64_t kWeightTiles = 4;  // of a weight that meet the same part of x, which stays in L1 meanwhile
 constexpr int kGroupsTogether = 4;
-constexpr int64_t kSums = kPartRows * kTileRows;
-
-template <BlockType kType>
-inline void take_zero(Tile& tile, int64_t columns) {
-  constexpr int kZero = block_form(kType).zero;
-  if constexpr (kZero != 0) {
-    for (int64_t i = 0; i < kTileRows * columns; i += 32) {
-      store_bytes(tile.codes + i, less(load_bytes(tile.codes + i), kZero));
-    }
-  }
-}
 
 // Groups of a part of x and of a tile, into sums that lie kSums apart.
 template <int64_t kGroup, class Tiles, int... kAt>
@@ -58,7 +46,7 @@ inline void multiply_groups(Tiles& tiles, const int8_t* x, int64_t stride, const
 
 // Groups of columns that tiles have multiplied: `first` counts in the tile, where `begin` is the tile's first column.
 struct Groups {
-  const Tile& tile;
+  const TileNumbers& numbers;
   int64_t k, begin, first, count;
 };
 
@@ -72,9 +60,8 @@ inline void add_sums(const Groups& groups, const int32_t* sums, const float* x, 
   for (int64_t i = 0; i < groups.count; ++i) {
     const int64_t column = groups.begin + (groups.first + i) * kGroup;
     for (int r = 0; r < kRows; ++r) {
-      const float *row = x + r * stride, sum = sums_of<kType>(row, groups.k)[column / kGroup];
       const Ints products = load_ints(sums + i * kSums + r * kTileRows);
-      total[r] = add_group<kType, true>(total[r], products, groups.tile, groups.first + i, sum, row[groups.k / 4 + column / 32]);
+      total[r] = add_group<kType, true>(total[r], products, groups.numbers, groups.first + i, {x + r * stride, groups.k, column});
     }
   }
   for (int r = 0; r < kRows; ++r) store_floats(y + r * kTileRows, total[r]);
@@ -98,7 +85,7 @@ inline void add_part(Tiles& tiles, const Tile& tile, const float* x, int64_t row
     const int64_t next = first + kGroupsTogether;
     if (next < groups) run(next);
     const int32_t* own = sums[first / kGroupsTogether % 2];
-    const Groups done{tile, k, begin, first, next < groups ? kGroupsTogether : groups - first};
+    const Groups done{tile.numbers, k, begin, first, next < groups ? kGroupsTogether : groups - first};
     int64_t m = 0;
     for (; m + kRowsTogether <= rows; m += kRowsTogether) {
       add_sums<kType, kRowsTogether>(done, own + m * kTileRows, x + m * stride, y + m * kTileRows);
@@ -108,7 +95,7 @@ inline void add_part(Tiles& tiles, const Tile& tile, const float* x, int64_t row
 }
 
 template <BlockType kType, class Tiles>
-void multiply_by_tiles(const BlockTask& task) {
+void multiply_by_groups(const BlockTask& task) {
   constexpr BlockForm kForm = block_form(kType);
   const int64_t part = rows_of_part(task.rows), stride = rounded_row_floats(task.k),
                 row_bytes = task.k / kForm.columns * kForm.bytes;
@@ -137,7 +124,13 @@ void multiply_by_tiles(const BlockTask& task) {
 
 template <class Tiles>
 void multiply_blocks_by_tiles(const BlockTask& task) {
-  for_block_type(task.type, [&]<BlockType kType>() { multiply_by_tiles<kType, Tiles>(task); });
+  for_block_type(task.type, [&]<BlockType kType>() {
+    if constexpr (kIntegerScales<kType>) {
+      multiply_by_digits<kType, Tiles>(task);
+    } else {
+      multiply_by_groups<kType, Tiles>(task);
+    }
+  });
 }
 
 }  // namespace

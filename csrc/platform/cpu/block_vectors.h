@@ -99,7 +99,18 @@ using Floats = __m512;
 
 inline constexpr const char* kVectors = "vnni";
 inline Ints no_ints() { return _mm512_setzero_si512(); }
+inline Ints all_ints(int a) { return _mm512_set1_epi32(a); }
 inline Ints load_ints(const int32_t* p) { return _mm512_loadu_si512(p); }
+inline Ints added(Ints a, Ints b) { return _mm512_add_epi32(a, b); }
+inline Ints times(Ints a, Ints b) { return _mm512_mullo_epi32(a, b); }
+// One of each of 16 pairs, and sums + the products of each of them with one pair.
+inline Ints first_of_pairs(const int16_t* pairs) { return _mm512_srai_epi32(_mm512_slli_epi32(_mm512_loadu_si512(pairs), 16), 16); }
+inline Ints second_of_pairs(const int16_t* pairs) { return _mm512_srai_epi32(_mm512_loadu_si512(pairs), 16); }
+inline Ints add_pairs(Ints sums, const int16_t* pairs, const int16_t* one) {
+  int32_t both = 0;
+  std::memcpy(&both, one, 4);
+  return _mm512_dpwssd_epi32(sums, _mm512_loadu_si512(pairs), _mm512_set1_epi32(both));
+}
 inline Floats to_floats(Ints a) { return _mm512_cvtepi32_ps(a); }
 inline Floats load_floats(const float* p) { return _mm512_loadu_ps(p); }
 inline Floats all_floats(float a) { return _mm512_set1_ps(a); }
@@ -130,7 +141,6 @@ inline void sums_of_quarters(const __m512i (&a)[16], Ints (&sums)[4]) {
   sums[2] = _mm512_shuffle_i32x4(high, high2, 0x88);
   sums[3] = _mm512_shuffle_i32x4(high, high2, 0xdd);
 }
-inline Ints added(Ints a, Ints b) { return _mm512_add_epi32(a, b); }
 
 // Products of one row of x with codes that are not interleaved: sums of 16 columns of each row of a tile.
 template <bool kWide>
@@ -177,8 +187,26 @@ struct Floats {
 
 inline constexpr const char* kVectors = "avx2";
 inline Ints no_ints() { return {_mm256_setzero_si256(), _mm256_setzero_si256()}; }
+inline Ints all_ints(int a) { return {_mm256_set1_epi32(a), _mm256_set1_epi32(a)}; }
 inline Ints load_ints(const int32_t* p) {
   return {_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)), _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p + 8))};
+}
+inline Ints added(const Ints& a, const Ints& b) { return {_mm256_add_epi32(a.low, b.low), _mm256_add_epi32(a.high, b.high)}; }
+inline Ints times(const Ints& a, const Ints& b) { return {_mm256_mullo_epi32(a.low, b.low), _mm256_mullo_epi32(a.high, b.high)}; }
+inline Ints second_of_pairs(const int16_t* pairs) {
+  const Ints a = load_ints(reinterpret_cast<const int32_t*>(pairs));
+  return {_mm256_srai_epi32(a.low, 16), _mm256_srai_epi32(a.high, 16)};
+}
+inline Ints first_of_pairs(const int16_t* pairs) {
+  const Ints a = load_ints(reinterpret_cast<const int32_t*>(pairs));
+  return {_mm256_srai_epi32(_mm256_slli_epi32(a.low, 16), 16), _mm256_srai_epi32(_mm256_slli_epi32(a.high, 16), 16)};
+}
+inline Ints add_pairs(const Ints& sums, const int16_t* pairs, const int16_t* one) {
+  int32_t both = 0;
+  std::memcpy(&both, one, 4);
+  const Ints a = load_ints(reinterpret_cast<const int32_t*>(pairs));
+  const __m256i b = _mm256_set1_epi32(both);
+  return added(sums, {_mm256_madd_epi16(a.low, b), _mm256_madd_epi16(a.high, b)});
 }
 inline Floats to_floats(Ints a) { return {_mm256_cvtepi32_ps(a.low), _mm256_cvtepi32_ps(a.high)}; }
 inline Floats load_floats(const float* p) { return {_mm256_loadu_ps(p), _mm256_loadu_ps(p + 8)}; }
@@ -228,8 +256,6 @@ inline void row_products(const uint8_t* rows, int64_t stride, const int8_t* x, I
   }
 }
 
-inline Ints added(const Ints& a, const Ints& b) { return {_mm256_add_epi32(a.low, b.low), _mm256_add_epi32(a.high, b.high)}; }
-
 inline void interleave_eight(const uint8_t* rows, int64_t stride, uint8_t* to) {
   __m256i a[8], b[8];
   for (int i = 0; i < 8; ++i) a[i] = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(rows + i * stride));
@@ -277,8 +303,26 @@ inline Result each_element(Body&& body) {
 
 inline constexpr const char* kVectors = "portable";
 inline Ints no_ints() { return {}; }
+inline Ints all_ints(int a) {
+  return each_element<Ints>([&](int) { return a; });
+}
 inline Ints load_ints(const int32_t* p) {
   return each_element<Ints>([&](int i) { return p[i]; });
+}
+inline Ints added(const Ints& a, const Ints& b) {
+  return each_element<Ints>([&](int i) { return a.elements[i] + b.elements[i]; });
+}
+inline Ints times(const Ints& a, const Ints& b) {
+  return each_element<Ints>([&](int i) { return a.elements[i] * b.elements[i]; });
+}
+inline Ints first_of_pairs(const int16_t* pairs) {
+  return each_element<Ints>([&](int i) { return pairs[2 * i]; });
+}
+inline Ints second_of_pairs(const int16_t* pairs) {
+  return each_element<Ints>([&](int i) { return pairs[2 * i + 1]; });
+}
+inline Ints add_pairs(const Ints& sums, const int16_t* pairs, const int16_t* one) {
+  return each_element<Ints>([&](int i) { return sums.elements[i] + pairs[2 * i] * one[0] + pairs[2 * i + 1] * one[1]; });
 }
 inline Floats to_floats(const Ints& a) {
   return each_element<Floats>([&](int i) { return static_cast<float>(a.elements[i]); });
@@ -314,10 +358,6 @@ inline void row_products(const uint8_t* rows, int64_t stride, const int8_t* x, I
       return sum;
     });
   }
-}
-
-inline Ints added(const Ints& a, const Ints& b) {
-  return each_element<Ints>([&](int i) { return a.elements[i] + b.elements[i]; });
 }
 
 inline void interleave(const uint8_t* rows, int64_t stride, uint8_t* to) {

@@ -8,7 +8,8 @@
 namespace asyncengine {
 namespace {
 
-constexpr int64_t kManyRows = 64;  // fewer take longer by tiles (bench/log/cpu.md)
+// Fewer rows take longer by tiles (bench/log/cpu.md).
+constexpr int64_t many_rows(BlockForm form) { return form.columns == kTileColumns ? 32 : 64; }
 
 // Instructions are written out, as GCC's functions take numbers of tiles as text.
 class AmxTiles {
@@ -42,12 +43,10 @@ class AmxTiles {
   TileScope scope_;
 };
 
-void round_row(Dtype dtype, const void* x, int64_t k, float* row) { block_kernels_vnni()->round_row(dtype, x, k, row); }
-
 void multiply(const BlockTask& task) {
-  if (task.rows >= kManyRows) return multiply_blocks_by_tiles<AmxTiles>(task);
-  BlockTask part = task;  // a tile of the weight at a time
   const BlockForm form = block_form(task.type);
+  if (task.rows >= many_rows(form)) return multiply_blocks_by_tiles<AmxTiles>(task);
+  BlockTask part = task;  // a tile of the weight at a time
   for (int64_t n = 0; n < task.weight_rows; n += kTileRows) {
     part.weight = task.weight + n * (task.k / form.columns * form.bytes);
     part.weight_rows = task.weight_rows - n < kTileRows ? task.weight_rows - n : kTileRows;
@@ -56,7 +55,13 @@ void multiply(const BlockTask& task) {
   }
 }
 
-constexpr BlockKernels kKernels{"amx", kWeightTiles, round_row, multiply};
+void round_row(Dtype dtype, const void* row, int64_t k, int64_t block_columns, int64_t at, int64_t rows, float* x) {
+  block_kernels_vnni()->round_row(dtype, row, k, block_columns, at, rows, x);
+}
+
+void write_rows(const BlockSums& from, Dtype dtype, void* y) { block_kernels_vnni()->write_rows(from, dtype, y); }
+
+constexpr BlockKernels kKernels{"amx", kWeightTiles, round_row, multiply, write_rows};
 
 }  // namespace
 }  // namespace asyncengine

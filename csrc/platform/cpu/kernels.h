@@ -171,6 +171,11 @@ class CpuKernels {
   template <class Prepare>
   void multiply(const CpuLinear& weights, const void* x, int64_t x_stride, int64_t rows, void* y, bool y_float32,
                 std::optional<Activation> activation, Prepare&& prepare);
+  // Rounded for blocks of 32 columns and for those of 256, where matrices have such blocks.
+  struct RoundedRows {
+    const float *of_32, *of_256;
+  };
+  RoundedRows round_rows(const CpuLinear& weights, const void* x, int64_t x_stride, int64_t rows);
   void multiply_blocks(const CpuLinear& weights, const void* x, int64_t x_stride, int64_t rows, void* y, Dtype y_dtype,
                        std::optional<Activation> activation);
   void sort_pairs(const CpuExperts& experts, const int64_t* ids, int64_t pairs);

@@ -19,8 +19,9 @@ from asyncengine.kernels.weight import PackedWeight
 class Blocks(Format):
     """Matrices in blocks.
 
-    Native kernels multiply them where they lie, and round rows of bfloat16 to 8 bits in groups of 32, as the format's
-    reference does. Rows of float32 stay in floats: the blocks are unpacked for each product.
+    Native kernels multiply them where they lie, and round rows of bfloat16 to 8 bits in groups of as many columns as a
+    block has, 32 or 256, as the format's reference does. Rows of float32 stay in floats: the blocks are unpacked for
+    each product.
     """
 
     def unpack(self, weight: PackedWeight) -> Tensor:
