@@ -6,7 +6,7 @@ import pytest
 import torch
 from gguf import GGMLQuantizationType as Type
 
-from asyncengine._core import CpuKernels, CpuLinear, Dtype
+from asyncengine._core import CpuKernels, CpuLinear, Dtype, StepBatch
 from asyncengine.kernels.blocks import FLOATS, SIZES, BlockType, dequantize
 from asyncengine.kernels.cpu.linear.formats.blocks import Blocks
 from asyncengine.kernels.cpu.ops import CpuOps
@@ -99,7 +99,18 @@ def test_other_blocks_are_refused() -> None:
         CpuOps(1).make_linear([wrong], [None])
 
 
-def test_rows_of_a_table() -> None:
-    weight = packed(BlockType.Q6_K, N, 256)
-    ids = torch.tensor([3, 36, 3])
-    assert torch.equal(Blocks().rows(weight, ids), Blocks().unpack(weight)[ids])
+@pytest.mark.parametrize("kind", CODED)
+def test_rows_of_a_table(kind: BlockType) -> None:
+    k = 512 if SIZES[kind].numbers == 256 else 352
+    weight = packed(kind, N, k)
+    ids = [3, 36, 3, 0]
+    found = Blocks().rows(weight, torch.tensor(ids))
+    assert torch.equal(found, Blocks().unpack(weight)[ids])
+    batch = StepBatch(ids, [0] * 4, [0] * 4, [0, 4], [0], [[0]], [])
+    for isa in CpuKernels.available_isas():
+        ops = CpuOps(2, isa)
+        table = ops.make_embedding(weight, tied=True)
+        for scale in (1.0, 1.3):
+            assert torch.equal(ops.embed(batch, table, None, scale).x, (found * scale).bfloat16())
+        with pytest.raises(ValueError, match="positions"):
+            ops.embed(batch, table, torch.zeros(4, k).bfloat16())

@@ -115,10 +115,7 @@ class CpuOps(MixerOps[CpuLinearHandle | UnpackedHandle]):
     ) -> CpuLinearHandle | UnpackedHandle:
         """A handle for a dense table, or for one in blocks."""
         if table.format == BLOCKS:
-            handle = self.make_head(table)
-            if isinstance(handle, CpuLinearHandle):
-                handle.table = table
-            return handle
+            return self.make_head(table)
         return self._handle([table], Dense().pack([table], [None], self._panels, rearrange=tied and copy))
 
     def make_experts(
@@ -181,13 +178,12 @@ class CpuOps(MixerOps[CpuLinearHandle | UnpackedHandle]):
         position_table: Tensor | None = None,
         scale: float = 1.0,
     ) -> Residual:
-        table = embedding.weights[0] if isinstance(embedding, UnpackedHandle) else embedding.table
-        if table is not None:
+        if isinstance(embedding, UnpackedHandle):
             if position_table is not None:
                 raise ValueError("a table of positions goes with a dense embedding")
-            found = format_of([table]).rows(table, torch.from_numpy(batch.input_ids))
+            table = embedding.weights[0]
+            found = embedding.form.rows(table, torch.from_numpy(batch.input_ids))
             return Residual((found * scale).to(table.inputs or torch.float32))
-        assert isinstance(embedding, CpuLinearHandle)
         if position_table is not embedding.position_table and position_table is not None:
             shape = (position_table.shape[0], embedding.in_features)
             check(position_table, embedding.dtype, shape, "position_table")

@@ -93,4 +93,14 @@ void CpuKernels::multiply_blocks(const CpuLinear& weights, const void* x, int64_
   });
 }
 
+void CpuKernels::embed_blocks(const CpuLinear& table, const StepBatch& batch, void* y, float scale) {
+  const CpuLinear::Matrix& matrix = table.matrices.front();
+  const BlockRows rows{*matrix.block_type, static_cast<const uint8_t*>(matrix.weight), table.k, scale, table.dtype};
+  for_row_chunks(batch.num_tokens, table.k, [&](int64_t begin, int64_t end) {
+    for (int64_t m = begin; m < end; ++m) {
+      block_kernels_.unpack_row(rows, batch.input_ids[m], static_cast<char*>(y) + m * table.k * dtype_size(table.dtype));
+    }
+  });
+}
+
 }  // namespace asyncengine

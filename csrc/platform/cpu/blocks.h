@@ -101,6 +101,15 @@ struct BlockSums {
   int64_t stride;  // elements from row to row of what is written
 };
 
+// Rows of a weight to the numbers that they are, times `scale`.
+struct BlockRows {
+  BlockType type;
+  const uint8_t* weight;
+  int64_t k;
+  float scale;
+  Dtype dtype;
+};
+
 struct BlockKernels {
   const char* name;
   int64_t tiles;  // of a weight that a task may have
@@ -108,6 +117,7 @@ struct BlockKernels {
   void (*round_row)(Dtype, const void* row, int64_t k, int64_t block_columns, int64_t at, int64_t rows, float* x);
   void (*multiply)(const BlockTask&);
   void (*write_rows)(const BlockSums&, Dtype, void* y);
+  void (*unpack_row)(const BlockRows&, int64_t row, void* to);
 };
 
 // Null where the compiler's target has no such instructions. Ask for AMX only where AVX-512 has VNNI: few rows take that.

@@ -222,7 +222,44 @@ void write_rows_of(const BlockSums& from, Dtype dtype, void* y) {
   write_rows(from, static_cast<BFloat16*>(y));
 }
 
-constexpr BlockKernels kKernels{kVectors, 1, round_row_of, multiply, write_rows_of};
+// A product with a scale is exact in float32, as a half, the scale of a group and a code have 24 bits together.
+template <BlockType kType, class Element>
+void unpack_row(const uint8_t* block, int64_t k, float scale, Element* to) {
+  constexpr BlockForm kForm = block_form(kType);
+  alignas(64) uint8_t codes[kTileColumns];
+  Tile::RowNumbers numbers;
+  float scale_of_block = 1, offset_of_block = 1;
+  for (int64_t begin = 0; begin < k; begin += kTileColumns) {
+    const int64_t columns = k - begin < kTileColumns ? k - begin : kTileColumns;
+    decode_row<kType>(block, columns, {codes, numbers, scale_of_block, offset_of_block});
+    for (int64_t c = 0; c < columns; c += kForm.group) {
+      float own[2] = {0, 0};  // a scale and an offset
+      for (int i = 0; i < (kForm.offsets ? 2 : 1); ++i) {
+        if constexpr (kIntegerScales<kType>) {
+          own[i] = (i == 0 ? scale_of_block : offset_of_block) * static_cast<float>(numbers.ints[i][c / kForm.group]);
+        } else {
+          own[i] = numbers.floats[i][c / kForm.group];
+        }
+      }
+#pragma GCC unroll 1
+      for (int64_t i = c; i < c + kForm.group; ++i) {
+        const float number = own[0] * static_cast<float>(codes[i] - kForm.zero);
+        store_element(to + begin + i, (kForm.offsets ? number + own[1] : number) * scale);
+      }
+    }
+    block += columns / kForm.columns * kForm.bytes;
+  }
+}
+
+void unpack_row_of(const BlockRows& rows, int64_t row, void* to) {
+  for_block_type(rows.type, [&]<BlockType kType>() {
+    const uint8_t* first = rows.weight + row * (rows.k / block_form(kType).columns * block_form(kType).bytes);
+    if (rows.dtype == Dtype::kFloat32) return unpack_row<kType>(first, rows.k, rows.scale, static_cast<float*>(to));
+    unpack_row<kType>(first, rows.k, rows.scale, static_cast<BFloat16*>(to));
+  });
+}
+
+constexpr BlockKernels kKernels{kVectors, 1, round_row_of, multiply, write_rows_of, unpack_row_of};
 
 }  // namespace
 }  // namespace asyncengine

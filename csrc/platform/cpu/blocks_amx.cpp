@@ -61,7 +61,9 @@ void round_row(Dtype dtype, const void* row, int64_t k, int64_t block_columns, i
 
 void write_rows(const BlockSums& from, Dtype dtype, void* y) { block_kernels_vnni()->write_rows(from, dtype, y); }
 
-constexpr BlockKernels kKernels{"amx", kWeightTiles, round_row, multiply, write_rows};
+void unpack_row(const BlockRows& rows, int64_t row, void* to) { block_kernels_vnni()->unpack_row(rows, row, to); }
+
+constexpr BlockKernels kKernels{"amx", kWeightTiles, round_row, multiply, write_rows, unpack_row};
 
 }  // namespace
 }  // namespace asyncengine

@@ -202,6 +202,10 @@ void CpuKernels::pack_panels(Dtype dtype, const void* weight, bool transposed, i
 }
 
 void CpuKernels::embed(const CpuLinear& table, const void* position_table, const StepBatch& batch, void* y, float scale) {
+  if (table.in_blocks()) {
+    if (position_table != nullptr) throw std::invalid_argument("a table of positions goes with a dense embedding");
+    return embed_blocks(table, batch, y, scale);
+  }
   const EmbedTask task{
       .ids = batch.input_ids.data(),
       .table = table.matrices.front().weight,

@@ -110,7 +110,7 @@ class CpuKernels {
   // weight [rows, k], or if transposed [k, rows], into panels (see CpuLinear), filled up with zeros.
   void pack_panels(Dtype dtype, const void* weight, bool transposed, int64_t rows, int64_t k, void* panels);
   // y [tokens, k] = the tokens' rows of the first matrix of `table` times scale, plus, if there is such a table, those of
-  // their positions. No id or position is checked.
+  // their positions. No id or position is checked. Throws std::invalid_argument for a table in blocks beside one of positions.
   void embed(const CpuLinear& table, const void* position_table, const StepBatch& batch, void* y, float scale = 1.f);
   void norm(Dtype dtype, const NormTask& task, int64_t tokens);
   void activation(Dtype dtype, Activation kind, const void* x, void* y, int64_t rows, int64_t width);
@@ -178,6 +178,7 @@ class CpuKernels {
   RoundedRows round_rows(const CpuLinear& weights, const void* x, int64_t x_stride, int64_t rows);
   void multiply_blocks(const CpuLinear& weights, const void* x, int64_t x_stride, int64_t rows, void* y, Dtype y_dtype,
                        std::optional<Activation> activation);
+  void embed_blocks(const CpuLinear& table, const StepBatch& batch, void* y, float scale);
   void sort_pairs(const CpuExperts& experts, const int64_t* ids, int64_t pairs);
   template <class Prepare>
   void multiply_experts(bool up, void* x, void* y, bool y_float32, Prepare&& prepare);

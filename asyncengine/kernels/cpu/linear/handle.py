@@ -34,8 +34,6 @@ class CpuLinearHandle:
     norm: Norm | None = None
     native_norm: CpuNorm | None = None
     position_table: Tensor | None = None
-    table: PackedWeight | None = None
-    """An embedding that native kernels multiply, and do not look up."""
 
 
 @dataclass(frozen=True, slots=True)
