@@ -32,9 +32,10 @@ PACKAGES := $(VENV)/.packages
 TOOLS := $(VENV)/.installed
 NATIVE := $(shell find csrc -type f) CMakeLists.txt pyproject.toml constraints.txt
 FORMATTED = $(shell find csrc tests/native -name '*.cpp' -o -name '*.h' -o -name '*.inl')
+# make's job server is closed to this recipe: a ninja that found it in MAKEFLAGS would print an error.
 SANITIZED = $(BIN)/cmake -S . -B build/$(1) -G Ninja -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN))/ninja \
 	-DCMAKE_BUILD_TYPE=Debug -DCMAKE_CXX_FLAGS=$(3) -DASYNCENGINE_TESTS=ON -DASYNCENGINE_WERROR=ON -DASYNCENGINE_UNITY=ON \
-	-DASYNCENGINE_LOCAL=ON -DASYNCENGINE_SANITIZE=$(2) >/dev/null && $(BIN)/cmake --build build/$(1)
+	-DASYNCENGINE_LOCAL=ON -DASYNCENGINE_SANITIZE=$(2) >/dev/null && MAKEFLAGS= $(BIN)/cmake --build build/$(1)
 
 PYTEST = $(BIN)/pytest --numprocesses $$(($$(nproc) + 1)) --maxprocesses 8 --max-worker-restart 0 --dist loadfile --no-loadscope-reorder
 
