@@ -1,11 +1,15 @@
-// One row of x times sixteen rows of Q4_K, by vectors of AVX-512: codes go from memory to products, and the scales of sixteen rows
-// are unpacked together. The bits are those of add_row (blocks.inl): sums over a block are exact.
+// One row of x times sixteen rows of a weight, whose codes go from memory to products. The bits are those of add_row (blocks.inl):
+// sums over a block are exact. By vectors of AVX-512 for Q4_K, with scales of sixteen rows unpacked together; by AVX2 for types
+// whose codes and scales leave room in 16 bits. kRowIsDirect says of which types multiply_row is.
 #include "platform/cpu/block_tile.inl"
 
 #if defined(__AVX512VNNI__) && defined(__AVX512VL__)
 
 namespace asyncengine {
 namespace {
+
+template <BlockType kType>
+inline constexpr bool kRowIsDirect = kType == BlockType::kQ4_K;
 
 constexpr int64_t kQ4KBytes = block_form(BlockType::kQ4_K).bytes, kQ4KHeader = 16;
 
@@ -84,7 +88,8 @@ inline void group_products(const RowBlocks& blocks, int64_t byte, const int8_t* 
   second = _mm512_srai_epi32(sums_of_four(high), 4);
 }
 
-void multiply_row_of_q4_k(const BlockTask& task) {
+template <BlockType kType>
+void multiply_row(const BlockTask& task) {
   const int64_t k = task.k, row_bytes = k / 256 * kQ4KBytes;
   const auto* x = reinterpret_cast<const RoundedBlock*>(task.x);
   const uint8_t* weight = task.weight;
@@ -110,6 +115,93 @@ void multiply_row_of_q4_k(const BlockTask& task) {
   }
   store_floats(task.y, total);
 }
+
+}  // namespace
+}  // namespace asyncengine
+
+#elif defined(__AVX2__)
+
+namespace asyncengine {
+namespace {
+
+// Two products of a byte fit 16 bits where codes have seven.
+template <BlockType kType>
+inline constexpr bool kRowIsDirect = kIntegerScales<kType> && block_form(kType).zero <= 64;
+
+// A row of a weight that is multiplied as it is decoded. What adds up products in pairs multiplies them with their scale as well.
+template <BlockType kType>
+struct ProductRow {
+  static constexpr bool kWideGroup = block_form(kType).group == 32;
+
+  const RoundedBlock& x;
+  Tile::RowNumbers numbers;
+  float &scale, &offset;
+  __m256i sum = _mm256_setzero_si256();
+
+  void put(int64_t column, Bytes codes) {
+    const int16_t* scales = numbers.ints[0] + column / block_form(kType).group;
+    const __m256i own = kWideGroup ? _mm256_set1_epi16(scales[0])
+                                   : _mm256_set_m128i(_mm_set1_epi16(scales[1]), _mm_set1_epi16(scales[0]));
+    const __m256i pairs = _mm256_maddubs_epi16(codes, load_bytes(reinterpret_cast<const uint8_t*>(x.codes) + column));
+    sum = _mm256_add_epi32(sum, _mm256_madd_epi16(pairs, own));
+  }
+
+  // The sums of x's codes times the offsets of their groups, or times the scales for the zero of codes.
+  __m256i sums() const {
+    auto half = [](const int16_t* p) { return _mm_loadu_si128(reinterpret_cast<const __m128i*>(p)); };
+    const int16_t* own = numbers.ints[block_form(kType).offsets ? 1 : 0];
+    if constexpr (kWideGroup) return _mm256_zextsi128_si256(_mm_madd_epi16(half(own), half(x.sums_of_32)));
+    const __m256i low = _mm256_zextsi128_si256(_mm_madd_epi16(half(own), half(x.sums_of_16)));
+    return _mm256_add_epi32(low, _mm256_zextsi128_si256(_mm_madd_epi16(half(own + 8), half(x.sums_of_16 + 8))));
+  }
+};
+
+// The sum of each of eight vectors.
+inline __m256i sums_of_eight(__m256i (&a)[8]) {
+  for (int i = 0; i < 4; ++i) a[i] = _mm256_hadd_epi32(a[2 * i], a[2 * i + 1]);
+  for (int i = 0; i < 2; ++i) a[i] = _mm256_hadd_epi32(a[2 * i], a[2 * i + 1]);
+  return _mm256_add_epi32(_mm256_permute2x128_si256(a[0], a[1], 0x20), _mm256_permute2x128_si256(a[0], a[1], 0x31));
+}
+
+template <BlockType kType>
+void multiply_row(const BlockTask& task) {
+  constexpr BlockForm kForm = block_form(kType);
+  const int64_t blocks = task.k / kTileColumns, row_bytes = blocks * kForm.bytes;
+  const auto* x = reinterpret_cast<const RoundedBlock*>(task.x);
+  Floats total = all_floats(0.f);
+  for (int64_t b = 0; b < blocks; ++b) {
+    __m256i products[2][8], sums[2][8];
+    alignas(32) float scales[kTileRows], offsets[kTileRows];
+    for (int64_t row = 0; row < kTileRows; ++row) {
+      const uint8_t* block = task.weight + row * row_bytes + b * kForm.bytes;
+      fetch(block + kTileRows * row_bytes, kForm.bytes);
+      ProductRow<kType> own{x[b], {}, scales[row], offsets[row]};
+      decode_row<kType>(block, kTileColumns, own);
+      products[row / 8][row % 8] = own.sum;
+      sums[row / 8][row % 8] = own.sums();
+    }
+    Ints whole{sums_of_eight(products[0]), sums_of_eight(products[1])};
+    const Ints other{sums_of_eight(sums[0]), sums_of_eight(sums[1])};
+    if constexpr (kForm.zero != 0) whole = added(whole, times(other, all_ints(-kForm.zero)));
+    Floats part = times(to_floats(whole), load_floats(scales));
+    if constexpr (kForm.offsets) part = times_add(to_floats(other), load_floats(offsets), part);
+    total = times_add(part, all_floats(x[b].scale), total);
+  }
+  store_floats(task.y, total);
+}
+
+}  // namespace
+}  // namespace asyncengine
+
+#else
+
+namespace asyncengine {
+namespace {
+
+template <BlockType kType>
+inline constexpr bool kRowIsDirect = false;
+template <BlockType kType>
+void multiply_row(const BlockTask&) {}
 
 }  // namespace
 }  // namespace asyncengine

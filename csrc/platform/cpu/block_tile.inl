@@ -31,11 +31,14 @@ struct Tile {
   TileNumbers numbers;
 };
 
-// A row of a tile that is decoded.
+// A row that is decoded to memory. Rows of other kinds have the same members but for `codes`, and do as they like with 32 codes
+// that are put to their column of the tile; scales are there by then.
 struct TileRow {
   uint8_t* codes;
   Tile::RowNumbers& numbers;
   float &scale, &offset;
+
+  void put(int64_t column, Bytes own) { store_bytes(codes + column, own); }
 };
 
 inline float from_half(const uint8_t* bytes) {
@@ -76,8 +79,8 @@ inline Bytes codes_of_32(const uint8_t* block) {
 }
 
 // Q4_K and Q5_K: scales and offsets of 6 bits in twelve bytes, four at a time.
-template <bool kFive>
-inline void decode_q45_k(const uint8_t* block, const TileRow& to) {
+template <bool kFive, class Row>
+inline void decode_q45_k(const uint8_t* block, Row& to) {
   uint32_t words[3];
   std::memcpy(words, block + 4, sizeof(words));
   const auto [first, second, third] = words;
@@ -89,12 +92,13 @@ inline void decode_q45_k(const uint8_t* block, const TileRow& to) {
   for (int q = 0; q < 4; ++q) {
     const Bytes both = load_bytes(block + (kFive ? 48 : 16) + 32 * q);
     const Bytes low = field(both, 0, 15), high = field(both, 4, 15);
-    store_bytes(to.codes + 64 * q, kFive ? with_bits(low, field(fifth, 2 * q, 1), 4) : low);
-    store_bytes(to.codes + 64 * q + 32, kFive ? with_bits(high, field(fifth, 2 * q + 1, 1), 4) : high);
+    to.put(64 * q, kFive ? with_bits(low, field(fifth, 2 * q, 1), 4) : low);
+    to.put(64 * q + 32, kFive ? with_bits(high, field(fifth, 2 * q + 1, 1), 4) : high);
   }
 }
 
-inline void decode_q6_k(const uint8_t* block, const TileRow& to) {
+template <class Row>
+inline void decode_q6_k(const uint8_t* block, Row& to) {
   int8_t scales[16];
   std::memcpy(scales, block + 192, sizeof(scales));
   for (int i = 0; i < 16; ++i) to.numbers.ints[0][i] = scales[i];
@@ -102,25 +106,27 @@ inline void decode_q6_k(const uint8_t* block, const TileRow& to) {
   for (int half = 0; half < 2; ++half) {
     const Bytes low = load_bytes(block + 64 * half), more = load_bytes(block + 64 * half + 32);
     const Bytes high = load_bytes(block + 128 + 32 * half);
-    uint8_t* out = to.codes + 128 * half;
-    store_bytes(out, with_bits(field(low, 0, 15), field(high, 0, 3), 4));
-    store_bytes(out + 32, with_bits(field(more, 0, 15), field(high, 2, 3), 4));
-    store_bytes(out + 64, with_bits(field(low, 4, 15), field(high, 4, 3), 4));
-    store_bytes(out + 96, with_bits(field(more, 4, 15), field(high, 6, 3), 4));
+    const int64_t column = 128 * half;
+    to.put(column, with_bits(field(low, 0, 15), field(high, 0, 3), 4));
+    to.put(column + 32, with_bits(field(more, 0, 15), field(high, 2, 3), 4));
+    to.put(column + 64, with_bits(field(low, 4, 15), field(high, 4, 3), 4));
+    to.put(column + 96, with_bits(field(more, 4, 15), field(high, 6, 3), 4));
   }
 }
 
-inline void decode_q2_k(const uint8_t* block, const TileRow& to) {
+template <class Row>
+inline void decode_q2_k(const uint8_t* block, Row& to) {
   uint8_t both[16];
   std::memcpy(both, block, sizeof(both));
   for (int i = 0; i < 16; ++i) to.numbers.ints[0][i] = both[i] & 15;
   for (int i = 0; i < 16; ++i) to.numbers.ints[1][i] = both[i] >> 4;
   to.scale = from_half(block + 80);
   to.offset = -from_half(block + 82);
-  for (int g = 0; g < 8; ++g) store_bytes(to.codes + 32 * g, field(load_bytes(block + 16 + g / 4 * 32), g % 4 * 2, 3));
+  for (int g = 0; g < 8; ++g) to.put(32 * g, field(load_bytes(block + 16 + g / 4 * 32), g % 4 * 2, 3));
 }
 
-inline void decode_q3_k(const uint8_t* block, const TileRow& to) {
+template <class Row>
+inline void decode_q3_k(const uint8_t* block, Row& to) {
   uint32_t words[3];  // four low bits of scales in two of them, two high bits in the third
   std::memcpy(words, block + 96, sizeof(words));
   auto four = [&](int word, int shift, int high_shift) {
@@ -132,11 +138,12 @@ inline void decode_q3_k(const uint8_t* block, const TileRow& to) {
   const Bytes third = load_bytes(block);  // a bit for each group of 32
   for (int g = 0; g < 8; ++g) {
     const Bytes low = field(load_bytes(block + 32 + g / 4 * 32), g % 4 * 2, 3);
-    store_bytes(to.codes + 32 * g, with_bits(low, field(third, g, 1), 2));
+    to.put(32 * g, with_bits(low, field(third, g, 1), 2));
   }
 }
 
-inline void decode_iq4_xs(const uint8_t* block, const TileRow& to) {
+template <class Row>
+inline void decode_iq4_xs(const uint8_t* block, Row& to) {
   uint32_t low = 0;  // four bits of each scale, and two
   uint16_t high = 0;
   std::memcpy(&low, block + 4, sizeof(low));
@@ -151,17 +158,17 @@ inline void decode_iq4_xs(const uint8_t* block, const TileRow& to) {
   highs = (highs | highs << 6) & 0x0303030303030303ull;
   widened(lows | highs << 4, 32, to.numbers.ints[0]);
   to.scale = from_half(block);
-  for (int g = 0; g < 8; ++g) store_bytes(to.codes + 32 * g, look_up(halves_of_16(block + 8 + 16 * g), kNumbersOfFourBits));
+  for (int g = 0; g < 8; ++g) to.put(32 * g, look_up(halves_of_16(block + 8 + 16 * g), kNumbersOfFourBits));
 }
 
 // Up to kTileColumns columns of a row.
-template <BlockType kType>
-inline void decode_row(const uint8_t* block, int64_t columns, const TileRow& to) {
+template <BlockType kType, class Row>
+inline void decode_row(const uint8_t* block, int64_t columns, Row& to) {
   if constexpr (!kIntegerScales<kType>) {
     for (int64_t g = 0; g < columns / 32; ++g, block += block_form(kType).bytes) {
       to.numbers.floats[0][g] = from_half(block);
       if constexpr (block_form(kType).offsets) to.numbers.floats[1][g] = from_half(block + 2);
-      store_bytes(to.codes + 32 * g, codes_of_32<kType>(block));
+      to.put(32 * g, codes_of_32<kType>(block));
     }
   } else if constexpr (kType == BlockType::kQ2_K) {
     decode_q2_k(block, to);
@@ -252,8 +259,8 @@ inline void decode_rows(const uint8_t* weight, int64_t count, int64_t k, int64_t
   for (int64_t row = 0; row < kTileRows; ++row) {
     const uint8_t* block = weight + (row < count ? row : count - 1) * row_bytes + begin / kForm.columns * kForm.bytes;
     fetch(block + kTileRows * row_bytes, columns / kForm.columns * kForm.bytes);
-    decode_row<kType>(block, columns,
-                      {tile.row_codes[row], tile.row_numbers[row], tile.numbers.scales[row], tile.numbers.offsets[row]});
+    TileRow own{tile.row_codes[row], tile.row_numbers[row], tile.numbers.scales[row], tile.numbers.offsets[row]};
+    decode_row<kType>(block, columns, own);
   }
   static_assert(sizeof(Tile::RowNumbers) == 64);
   interleave(reinterpret_cast<const uint8_t*>(tile.row_numbers), 64, reinterpret_cast<uint8_t*>(tile.numbers.floats));

@@ -109,11 +109,9 @@ inline void add_rows(Tile& tile, const BlockTask& task, int64_t begin, int64_t c
 
 template <BlockType kType>
 void multiply_tile(const BlockTask& task) {
-#if defined(__AVX512VNNI__) && defined(__AVX512VL__)
-  if constexpr (kType == BlockType::kQ4_K) {
-    if (task.rows == 1 && task.weight_rows == kTileRows) return multiply_row_of_q4_k(task);
+  if constexpr (kRowIsDirect<kType>) {
+    if (task.rows == 1 && task.weight_rows == kTileRows) return multiply_row<kType>(task);
   }
-#endif
   Tile tile;
   if (task.k % kTileColumns != 0) std::memset(&tile, 0, sizeof(tile));  // whole vectors are interleaved
   std::memset(task.y, 0, static_cast<size_t>(task.rows * kTileRows) * sizeof(float));
@@ -231,7 +229,8 @@ void unpack_row(const uint8_t* block, int64_t k, float scale, Element* to) {
   float scale_of_block = 1, offset_of_block = 1;
   for (int64_t begin = 0; begin < k; begin += kTileColumns) {
     const int64_t columns = k - begin < kTileColumns ? k - begin : kTileColumns;
-    decode_row<kType>(block, columns, {codes, numbers, scale_of_block, offset_of_block});
+    TileRow own{codes, numbers, scale_of_block, offset_of_block};
+    decode_row<kType>(block, columns, own);
     for (int64_t c = 0; c < columns; c += kForm.group) {
       float own[2] = {0, 0};  // a scale and an offset
       for (int i = 0; i < (kForm.offsets ? 2 : 1); ++i) {
