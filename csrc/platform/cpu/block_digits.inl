@@ -134,14 +134,14 @@ inline void add_digits(const int32_t* sums, const TileNumbers& numbers, const Ro
 // Half of the rows of a part.
 template <BlockType kType>
 inline void add_quarter(const Leftover& left, int64_t quarter) {
-  constexpr int kRowsTogether = kPartRows / 2;
-  const int64_t part = quarter / 2, begin = quarter % 2 * kRowsTogether, first = part * left.part + begin;
+  constexpr int kHalf = kPartRows / 2;
+  const int64_t part = quarter / 2, begin = quarter % 2 * kHalf, first = part * left.part + begin;
   const int64_t of_part = left.rows - part * left.part < left.part ? left.rows - part * left.part : left.part;
   if (of_part <= begin) return;
   const int32_t* sums = left.sums + part * kDigits<kType> * kSums + begin * kTileRows;
   const RoundedBlock* x = left.x + first;
   float* y = left.y + first * kTileRows;
-  if (of_part - begin >= kRowsTogether) return add_digits<kType, kRowsTogether>(sums, *left.numbers, x, y);
+  if (of_part - begin >= kHalf) return add_digits<kType, kHalf>(sums, *left.numbers, x, y);
   for (int64_t m = begin; m < of_part; ++m, sums += kTileRows, ++x, y += kTileRows) {
     add_digits<kType, 1>(sums, *left.numbers, x, y);
   }

@@ -81,11 +81,23 @@ inline Bytes codes_of_32(const uint8_t* block) {
 // Q4_K and Q5_K: scales and offsets of 6 bits in twelve bytes, four at a time.
 template <bool kFive, class Row>
 inline void decode_q45_k(const uint8_t* block, Row& to) {
+#if defined(__AVX2__)
+  // Lower halves of both in words 0 and 2, upper halves in 1 and 3, whose lower bits are in the third word of the twelve bytes.
+  const __m128i header = _mm_loadu_si128(reinterpret_cast<const __m128i*>(block));
+  const __m128i own = _mm_srlv_epi32(_mm_shuffle_epi32(header, 0xa5), _mm_set_epi32(2, 0, 2, 0));
+  const __m128i low = _mm_srlv_epi32(_mm_shuffle_epi32(header, 0xff), _mm_set_epi32(4, 0, 0, 0));
+  const __m128i bytes = _mm_or_si128(_mm_and_si128(own, _mm_set_epi32(0x30303030, 0x3f3f3f3f, 0x30303030, 0x3f3f3f3f)),
+                                     _mm_and_si128(low, _mm_set_epi32(0x0f0f0f0f, 0, 0x0f0f0f0f, 0)));
+  const __m256i numbers = _mm256_cvtepu8_epi16(bytes);
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(to.numbers.ints[0]), _mm256_castsi256_si128(numbers));
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(to.numbers.ints[1]), _mm256_extracti128_si256(numbers, 1));
+#else
   uint32_t words[3];
   std::memcpy(words, block + 4, sizeof(words));
   const auto [first, second, third] = words;
   widened(word_of(first & 0x3f3f3f3fu, (third & 0x0f0f0f0fu) | (first >> 2 & 0x30303030u)), 0, to.numbers.ints[0]);
   widened(word_of(second & 0x3f3f3f3fu, (third >> 4 & 0x0f0f0f0fu) | (second >> 2 & 0x30303030u)), 0, to.numbers.ints[1]);
+#endif
   to.scale = from_half(block);
   to.offset = -from_half(block + 2);
   const Bytes fifth = load_bytes(block + 16);  // a bit for each group
@@ -194,7 +206,7 @@ struct RowColumns {
 
 // total + a group's products with a row of x. `g` counts groups of the tile. Zeros that were taken off the codes before leave the
 // same part: both are integers below 2^24.
-template <BlockType kType, bool kZeroTaken>
+template <BlockType kType, bool kNoZero>
 inline Floats add_group(Floats total, Ints products, const TileNumbers& numbers, int64_t g, const RowColumns& x) {
   constexpr BlockForm kForm = block_form(kType);
   const Floats scale = load_floats(numbers.floats[0][g]);
@@ -202,7 +214,7 @@ inline Floats add_group(Floats total, Ints products, const TileNumbers& numbers,
   if constexpr (kForm.offsets) {
     part = times_add(all_floats(x.sum()), load_floats(numbers.floats[1][g]), times(part, scale));
   } else {
-    if constexpr (!kZeroTaken) part = times_add(all_floats(-static_cast<float>(kForm.zero)), all_floats(x.sum()), part);
+    if constexpr (!kNoZero) part = times_add(all_floats(-static_cast<float>(kForm.zero)), all_floats(x.sum()), part);
     part = times(part, scale);
   }
   return times_add(part, all_floats(x.scale()), total);
@@ -227,11 +239,11 @@ inline void multiply_sums(const int16_t (&of_groups)[8][kTileRows][2], const Rou
 }
 
 // y [kRows, kTileRows] += a block's scaled products with rows of x. They are exact, whatever their order was.
-template <BlockType kType, bool kZeroTaken, int kRows>
+template <BlockType kType, bool kNoZero, int kRows>
 inline void add_blocks(Ints (&products)[kRows], const TileNumbers& numbers, const RoundedBlock* x, float* y) {
   constexpr BlockForm kForm = block_form(kType);
   Ints sums[kRows];
-  if constexpr (kForm.zero != 0 && !kZeroTaken) {
+  if constexpr (kForm.zero != 0 && !kNoZero) {
     multiply_sums<kType>(numbers.pairs[0], x, sums);
     for (int r = 0; r < kRows; ++r) products[r] = added(products[r], times(sums[r], all_ints(-kForm.zero)));
   }

@@ -72,7 +72,6 @@ template <BlockType kType, class Tiles>
 inline void add_part(Tiles& tiles, const Tile& tile, const float* x, int64_t rows, int64_t k, int64_t begin, int64_t columns,
                      float* y) {
   constexpr int64_t kGroup = block_form(kType).group;
-  constexpr int kRowsTogether = 8;
   const int64_t stride = rounded_row_floats(k), groups = columns / kGroup;
   const auto* codes = reinterpret_cast<const int8_t*>(x) + begin;
   alignas(64) int32_t sums[2][kGroupsTogether * kSums];

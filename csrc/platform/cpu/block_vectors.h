@@ -98,6 +98,8 @@ using Ints = __m512i;
 using Floats = __m512;
 
 inline constexpr const char* kVectors = "vnni";
+inline constexpr int kRowsTogether = 8;  // of x, whose sums stay in registers
+inline constexpr bool kWideLessZero = false;  // products of wide codes are those of codes less their zero
 inline Ints no_ints() { return _mm512_setzero_si512(); }
 inline Ints all_ints(int a) { return _mm512_set1_epi32(a); }
 inline Ints load_ints(const int32_t* p) { return _mm512_loadu_si512(p); }
@@ -186,6 +188,8 @@ struct Floats {
 };
 
 inline constexpr const char* kVectors = "avx2";
+inline constexpr int kRowsTogether = 4;
+inline constexpr bool kWideLessZero = true;
 inline Ints no_ints() { return {_mm256_setzero_si256(), _mm256_setzero_si256()}; }
 inline Ints all_ints(int a) { return {_mm256_set1_epi32(a), _mm256_set1_epi32(a)}; }
 inline Ints load_ints(const int32_t* p) {
@@ -220,15 +224,15 @@ inline Floats times_add(Floats a, Floats b, Floats c) {
   return {_mm256_fmadd_ps(a.low, b.low, c.low), _mm256_fmadd_ps(a.high, b.high, c.high)};
 }
 
-// Two products of bytes are added in 16 bits, and saturate for codes above 128: the highest bit of these goes apart.
+// Two products of bytes are added in 16 bits, and saturate for codes above 128. Such codes are made numbers with a sign, less their
+// zero of 128, and the sign goes over to x.
 template <bool kWide>
 inline __m256i add_half(__m256i sums, const uint8_t* codes, __m256i x) {
   const __m256i ones = _mm256_set1_epi16(1), all = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(codes));
   if constexpr (!kWide) return _mm256_add_epi32(sums, _mm256_madd_epi16(_mm256_maddubs_epi16(all, x), ones));
-  const __m256i top = _mm256_and_si256(all, _mm256_set1_epi8(static_cast<char>(0x80)));
-  const __m256i first = _mm256_madd_epi16(_mm256_maddubs_epi16(_mm256_xor_si256(all, top), x), ones);
-  const __m256i second = _mm256_madd_epi16(_mm256_maddubs_epi16(top, x), ones);
-  return _mm256_add_epi32(sums, _mm256_add_epi32(first, second));
+  const __m256i own = _mm256_xor_si256(all, _mm256_set1_epi8(static_cast<char>(0x80)));
+  const __m256i pairs = _mm256_maddubs_epi16(_mm256_abs_epi8(own), _mm256_sign_epi8(x, own));
+  return _mm256_add_epi32(sums, _mm256_madd_epi16(pairs, ones));
 }
 
 template <bool kWide>
@@ -302,6 +306,8 @@ inline Result each_element(Body&& body) {
 }
 
 inline constexpr const char* kVectors = "portable";
+inline constexpr int kRowsTogether = 4;
+inline constexpr bool kWideLessZero = false;
 inline Ints no_ints() { return {}; }
 inline Ints all_ints(int a) {
   return each_element<Ints>([&](int) { return a; });

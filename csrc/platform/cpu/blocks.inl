@@ -8,6 +8,9 @@
 namespace asyncengine {
 namespace {
 
+template <BlockType kType>
+inline constexpr bool kZeroTaken = kWideLessZero && block_form(kType).zero > 64;
+
 // The products of a group's codes with rows of x, `stride` bytes apart.
 template <BlockType kType, int kRows>
 inline void group_products(const uint8_t* codes, const int8_t* x, int64_t stride, Ints (&products)[kRows]) {
@@ -31,7 +34,7 @@ inline void add_tile(const Tile& tile, const float* x, int64_t k, int64_t begin,
     Ints products[kRows];
     group_products<kType>(tile.codes + kTileRows * c, codes + c, stride * static_cast<int64_t>(sizeof(float)), products);
     for (int r = 0; r < kRows; ++r) {
-      total[r] = add_group<kType, false>(total[r], products[r], tile.numbers, c / 32, {x + r * stride, k, begin + c});
+      total[r] = add_group<kType, kZeroTaken<kType>>(total[r], products[r], tile.numbers, c / 32, {x + r * stride, k, begin + c});
     }
   }
   for (int r = 0; r < kRows; ++r) store_floats(y + r * kTileRows, total[r]);
@@ -49,7 +52,7 @@ inline void add_tile(const Tile& tile, const RoundedBlock* x, float* y) {
     const Ints scales = group_scales(tile.numbers, g);
     for (int r = 0; r < kRows; ++r) sums[r] = added(sums[r], times(products[r], scales));
   }
-  add_blocks<kType, false>(sums, tile.numbers, x, y);
+  add_blocks<kType, kZeroTaken<kType>>(sums, tile.numbers, x, y);
 }
 
 // One row, of codes that are not interleaved.
@@ -62,7 +65,7 @@ inline void add_row(const Tile& tile, const float* row, int64_t k, int64_t begin
     row_products<(block_form(kType).zero > 64)>(tile.row_codes[0] + c, kTileColumns, codes + c, products);
     for (int64_t i = 0; i < 2 && c + 32 * i < columns; ++i) {
       const Ints own = added(products[2 * i], products[2 * i + 1]);
-      total = add_group<kType, false>(total, own, tile.numbers, c / 32 + i, {row, k, begin + c + 32 * i});
+      total = add_group<kType, kZeroTaken<kType>>(total, own, tile.numbers, c / 32 + i, {row, k, begin + c + 32 * i});
     }
   }
   store_floats(y, total);
@@ -80,13 +83,12 @@ inline void add_row(const Tile& tile, const RoundedBlock* x, float* y) {
       sums[0] = added(sums[0], times(own, group_scales(tile.numbers, c / kGroup + i)));
     }
   }
-  add_blocks<kType, false>(sums, tile.numbers, x, y);
+  add_blocks<kType, kZeroTaken<kType>>(sums, tile.numbers, x, y);
 }
 
 // y [rows, kTileRows] += x times columns [begin, begin + columns) of a tile that is decoded.
 template <BlockType kType>
 inline void add_rows(Tile& tile, const BlockTask& task, int64_t begin, int64_t columns) {
-  constexpr int kRowsTogether = 8;
   const int64_t stride = rounded_row_floats(task.k);
   const auto* blocks = reinterpret_cast<const RoundedBlock*>(task.x) + begin / kTileColumns * rows_of_parts(task.rows);
   auto add = [&]<int kRows>(int64_t m) {
@@ -229,8 +231,8 @@ void unpack_row(const uint8_t* block, int64_t k, float scale, Element* to) {
   float scale_of_block = 1, offset_of_block = 1;
   for (int64_t begin = 0; begin < k; begin += kTileColumns) {
     const int64_t columns = k - begin < kTileColumns ? k - begin : kTileColumns;
-    TileRow own{codes, numbers, scale_of_block, offset_of_block};
-    decode_row<kType>(block, columns, own);
+    TileRow row{codes, numbers, scale_of_block, offset_of_block};
+    decode_row<kType>(block, columns, row);
     for (int64_t c = 0; c < columns; c += kForm.group) {
       float own[2] = {0, 0};  // a scale and an offset
       for (int i = 0; i < (kForm.offsets ? 2 : 1); ++i) {
