@@ -85,9 +85,9 @@ inline void decode_q45_k(const uint8_t* block, Row& to) {
   // Lower halves of both in words 0 and 2, upper halves in 1 and 3, whose lower bits are in the third word of the twelve bytes.
   const __m128i header = _mm_loadu_si128(reinterpret_cast<const __m128i*>(block));
   const __m128i own = _mm_srlv_epi32(_mm_shuffle_epi32(header, 0xa5), _mm_set_epi32(2, 0, 2, 0));
-  const __m128i low = _mm_srlv_epi32(_mm_shuffle_epi32(header, 0xff), _mm_set_epi32(4, 0, 0, 0));
+  const __m128i rest = _mm_srlv_epi32(_mm_shuffle_epi32(header, 0xff), _mm_set_epi32(4, 0, 0, 0));
   const __m128i bytes = _mm_or_si128(_mm_and_si128(own, _mm_set_epi32(0x30303030, 0x3f3f3f3f, 0x30303030, 0x3f3f3f3f)),
-                                     _mm_and_si128(low, _mm_set_epi32(0x0f0f0f0f, 0, 0x0f0f0f0f, 0)));
+                                     _mm_and_si128(rest, _mm_set_epi32(0x0f0f0f0f, 0, 0x0f0f0f0f, 0)));
   const __m256i numbers = _mm256_cvtepu8_epi16(bytes);
   _mm_storeu_si128(reinterpret_cast<__m128i*>(to.numbers.ints[0]), _mm256_castsi256_si128(numbers));
   _mm_storeu_si128(reinterpret_cast<__m128i*>(to.numbers.ints[1]), _mm256_extracti128_si256(numbers, 1));
