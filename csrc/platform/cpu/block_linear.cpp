@@ -1,6 +1,5 @@
 // Products of the CPU executor with weights in blocks of GGUF's types.
 #include <algorithm>
-#include <bit>
 #include <string_view>
 
 #include "platform/cpu/blocks.h"
@@ -12,7 +11,7 @@ namespace {
 
 float load_element(const void* p, int64_t i, Dtype dtype) {
   if (dtype == Dtype::kFloat32) return static_cast<const float*>(p)[i];
-  return std::bit_cast<float>(static_cast<uint32_t>(static_cast<const BFloat16*>(p)[i].bits) << 16);
+  return as_float(static_cast<const BFloat16*>(p)[i]);
 }
 
 }  // namespace

@@ -109,7 +109,7 @@ void multiply_row(const BlockTask& task) {
       std::memcpy(&both, x->sums_of_32 + 2 * two, 4);
       offsets = _mm512_dpwssd_epi32(offsets, pair_of_bytes(known.offsets[two / 2], two % 2), _mm512_set1_epi32(both));
     }
-    const Floats part = times_add(to_floats(offsets), known.offset, times(to_floats(sums), known.scale));
+    const Floats part = block_part<kType, true>(sums, offsets, known.scale, known.offset);
     total = times_add(part, all_floats(x->scale), total);
     for (const uint8_t*& quarter : blocks.quarters) quarter += kQ4KBytes;
   }
@@ -158,8 +158,7 @@ struct ProductRow {
 
 // The sum of each of eight vectors.
 inline __m256i sums_of_eight(__m256i (&a)[8]) {
-  for (int i = 0; i < 4; ++i) a[i] = _mm256_hadd_epi32(a[2 * i], a[2 * i + 1]);
-  for (int i = 0; i < 2; ++i) a[i] = _mm256_hadd_epi32(a[2 * i], a[2 * i + 1]);
+  sum_halves(a);
   return _mm256_add_epi32(_mm256_permute2x128_si256(a[0], a[1], 0x20), _mm256_permute2x128_si256(a[0], a[1], 0x31));
 }
 
@@ -180,11 +179,9 @@ void multiply_row(const BlockTask& task) {
       products[row / 8][row % 8] = own.sum;
       sums[row / 8][row % 8] = own.sums();
     }
-    Ints whole{sums_of_eight(products[0]), sums_of_eight(products[1])};
-    const Ints other{sums_of_eight(sums[0]), sums_of_eight(sums[1])};
-    if constexpr (kForm.zero != 0) whole = added(whole, times(other, all_ints(-kForm.zero)));
-    Floats part = times(to_floats(whole), load_floats(scales));
-    if constexpr (kForm.offsets) part = times_add(to_floats(other), load_floats(offsets), part);
+    const Ints whole{sums_of_eight(products[0]), sums_of_eight(products[1])};
+    const Ints of_codes{sums_of_eight(sums[0]), sums_of_eight(sums[1])};
+    const Floats part = block_part<kType, false>(whole, of_codes, load_floats(scales), load_floats(offsets));
     total = times_add(part, all_floats(x[b].scale), total);
   }
   store_floats(task.y, total);

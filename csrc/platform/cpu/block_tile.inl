@@ -238,23 +238,27 @@ inline void multiply_sums(const int16_t (&of_groups)[8][kTileRows][2], const Rou
   }
 }
 
-// y [kRows, kTileRows] += a block's scaled products with rows of x. They are exact, whatever their order was.
-template <BlockType kType, bool kNoZero, int kRows>
-inline void add_blocks(Ints (&products)[kRows], const TileNumbers& numbers, const RoundedBlock* x, float* y) {
+// A block's scaled products as floats: they are exact, whatever their order was. `sums` of x's codes are times the offsets of their
+// groups, or times the scales for a zero that is still in the codes.
+template <BlockType kType, bool kNoZero>
+inline Floats block_part(Ints products, Ints sums, Floats scales, Floats offsets) {
   constexpr BlockForm kForm = block_form(kType);
-  Ints sums[kRows];
-  if constexpr (kForm.zero != 0 && !kNoZero) {
-    multiply_sums<kType>(numbers.pairs[0], x, sums);
-    for (int r = 0; r < kRows; ++r) products[r] = added(products[r], times(sums[r], all_ints(-kForm.zero)));
-  }
-  Floats part[kRows];
-  for (int r = 0; r < kRows; ++r) part[r] = times(to_floats(products[r]), load_floats(numbers.scales));
-  if constexpr (kForm.offsets) {
-    multiply_sums<kType>(numbers.pairs[1], x, sums);
-    for (int r = 0; r < kRows; ++r) part[r] = times_add(to_floats(sums[r]), load_floats(numbers.offsets), part[r]);
-  }
+  if constexpr (kForm.zero != 0 && !kNoZero) products = added(products, times(sums, all_ints(-kForm.zero)));
+  const Floats part = times(to_floats(products), scales);
+  if constexpr (kForm.offsets) return times_add(to_floats(sums), offsets, part);
+  return part;
+}
+
+// y [kRows, kTileRows] += a block's scaled products with rows of x.
+template <BlockType kType, bool kNoZero, int kRows>
+inline void add_blocks(const Ints (&products)[kRows], const TileNumbers& numbers, const RoundedBlock* x, float* y) {
+  constexpr bool kOffsets = block_form(kType).offsets;
+  Ints sums[kRows] = {};
+  if constexpr (kOffsets || !kNoZero) multiply_sums<kType>(numbers.pairs[kOffsets ? 1 : 0], x, sums);
+  const Floats scales = load_floats(numbers.scales), offsets = load_floats(numbers.offsets);
   for (int r = 0; r < kRows; ++r) {
-    store_floats(y + r * kTileRows, times_add(part[r], all_floats(x[r].scale), load_floats(y + r * kTileRows)));
+    const Floats part = block_part<kType, kNoZero>(products[r], sums[r], scales, offsets);
+    store_floats(y + r * kTileRows, times_add(part, all_floats(x[r].scale), load_floats(y + r * kTileRows)));
   }
 }
 

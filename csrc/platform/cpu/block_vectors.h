@@ -243,6 +243,12 @@ inline Ints add_products(Ints sums, const uint8_t* codes, const int8_t* x) {
   return {add_half<kWide>(sums.low, codes, all), add_half<kWide>(sums.high, codes + 32, all)};
 }
 
+// Each half of a[i] gets the sums of that half of vectors 4 i to 4 i + 3, for i = 0 and 1.
+inline void sum_halves(__m256i (&a)[8]) {
+  for (int i = 0; i < 4; ++i) a[i] = _mm256_hadd_epi32(a[2 * i], a[2 * i + 1]);
+  for (int i = 0; i < 2; ++i) a[i] = _mm256_hadd_epi32(a[2 * i], a[2 * i + 1]);
+}
+
 template <bool kWide>
 inline void row_products(const uint8_t* rows, int64_t stride, const int8_t* x, Ints (&sums)[4]) {
   for (int half = 0; half < 2; ++half) {
@@ -251,9 +257,7 @@ inline void row_products(const uint8_t* rows, int64_t stride, const int8_t* x, I
       __m256i a[8];
       const uint8_t* first = rows + 8 * eight * stride + 32 * half;
       for (int i = 0; i < 8; ++i) a[i] = add_half<kWide>(_mm256_setzero_si256(), first + i * stride, all);
-      for (int i = 0; i < 4; ++i) a[i] = _mm256_hadd_epi32(a[2 * i], a[2 * i + 1]);
-      for (int i = 0; i < 2; ++i) a[i] = _mm256_hadd_epi32(a[2 * i], a[2 * i + 1]);
-      // Each half of a[i] has the sums of 16 columns, of rows 4 i to 4 i + 3.
+      sum_halves(a);
       (eight == 0 ? sums[2 * half].low : sums[2 * half].high) = _mm256_permute2x128_si256(a[0], a[1], 0x20);
       (eight == 0 ? sums[2 * half + 1].low : sums[2 * half + 1].high) = _mm256_permute2x128_si256(a[0], a[1], 0x31);
     }

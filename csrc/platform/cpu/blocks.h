@@ -6,12 +6,16 @@
 // have, the bits are the same in every instruction set.
 #pragma once
 
+#include <bit>
 #include <cstdint>
 
 #include "platform/cpu/isa.h"
 #include "platform/cpu/tiling.h"
 
 namespace asyncengine {
+
+inline float as_float(float value) { return value; }
+inline float as_float(BFloat16 value) { return std::bit_cast<float>(static_cast<uint32_t>(value.bits) << 16); }
 
 // As numbered in files.
 enum class BlockType : int {

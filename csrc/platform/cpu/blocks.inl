@@ -128,9 +128,6 @@ void multiply(const BlockTask& task) {
   for_block_type(task.type, [&]<BlockType kType>() { multiply_tile<kType>(task); });
 }
 
-inline float as_float(float value) { return value; }
-inline float as_float(BFloat16 value) { return std::bit_cast<float>(static_cast<uint32_t>(value.bits) << 16); }
-
 // Numbers to codes and their scale. The largest number becomes 127. Ties go to even. Sums are of each 16 codes. Compilers make
 // vectors of loops that they do not unroll.
 template <int kColumns, class Element>
